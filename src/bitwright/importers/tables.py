@@ -14,7 +14,7 @@ from bitwright.importers.key_table import KeyRow, Section, rows
 from bitwright.importers.lpot import LpotConfig
 from bitwright.importers.mqbench import HuggingFaceConfig, ToolkitConfig, ZooConfig
 
-__all__ = ["TABLES", "Keys", "key_rows", "keys_page", "list_keys"]
+__all__ = ["TABLES", "ImportedKeys", "key_rows", "keys_page", "list_keys"]
 
 TABLES: dict[str, tuple[str, type[Section]]] = {
     "lpot": ("LPOT and Neural Compressor 1.x", LpotConfig),
@@ -45,14 +45,14 @@ def key_rows(name: str) -> list[KeyRow]:
 
 
 @dataclass(frozen=True)
-class Keys(Summarized):
+class ImportedKeys(Summarized):
     """The keys of a kind of file, and how each is handled."""
 
     title: str
     rows: list[KeyRow]
 
     def __repr__(self) -> str:
-        return f"<Keys of {self.title}: {len(self.rows)}>"
+        return f"<ImportedKeys of {self.title}: {len(self.rows)}>"
 
     def summary(self) -> Iterator[Table]:
         """One row for each key."""
@@ -66,15 +66,15 @@ class Keys(Summarized):
 
 
 @strict
-def list_keys(table: str) -> Keys:
+def list_keys(table: str) -> ImportedKeys:
     """List the keys that files of another system may have: honoured, noted, in code or rejected.
 
     >>> list_keys("mqbench-text")
-    <Keys of MQBench: the toolkit's text example: 38>
+    <ImportedKeys of MQBench: the toolkit's text example: 38>
     """
     if table not in TABLES:
         raise UnknownName("unknown importer", value=table, fix=did_you_mean(table, TABLES), code="unknown-name")
-    return Keys(TABLES[table][0], key_rows(table))
+    return ImportedKeys(TABLES[table][0], key_rows(table))
 
 
 def keys_page() -> str:
