@@ -292,7 +292,7 @@ def test_published_files_run(data_dir: Path, tmp_path: Path, number: int) -> Non
     file = picked[number]
     text = file.read_text()
     data: Any = parse_yaml(text, where=file.name)
-    for key, value in (("input_size", 32), ("test_resize", 36), ("batch_size", 4), ("print_freq", 1), ("val_freq", 2)):
+    for key, value in (("input_size", 64), ("test_resize", 72), ("batch_size", 4), ("print_freq", 1), ("val_freq", 2)):
         place = data["saver"] if key in data["saver"] else data["data"]
         text = text.replace(f"{key}: {place[key]}", f"{key}: {value}")
     (tmp_path / "config.yaml").write_text(text)
