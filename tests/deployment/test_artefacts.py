@@ -89,8 +89,11 @@ def test_every_number_comes_back(kind: str, data: st.DataObject) -> None:
         assert all(back[key].same(grid.grid) for key in sidecar.keys(grid)), (grid.grid, back)
 
 
+WITHOUT_GRAPH = {"compressed-tensors", "gguf"}  # tests/deployment/test_language_artefacts.py
+
+
 def test_all_kinds_are_tested() -> None:
-    assert sorted(CODES) == ARTEFACTS.names()
+    assert sorted(CODES) == [name for name in ARTEFACTS.names() if name not in WITHOUT_GRAPH]
 
 
 @pytest.mark.parametrize("kind", CODES)
@@ -131,7 +134,7 @@ CASES = {
 
 def test_tables_name_artefacts_that_exist() -> None:
     named = {kind for name in BACKENDS.names() for kind in backend(name).artefacts}
-    assert named == set(CASES.values()) == {*ARTEFACTS.names(), "qdq"}
+    assert named == set(CASES.values()) == {*ARTEFACTS.names(), "qdq"} - WITHOUT_GRAPH
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES.items())

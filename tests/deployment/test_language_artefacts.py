@@ -83,6 +83,54 @@ def test_transformers_reproduces_the_logits(weights: str, tmp_path: Path) -> Non
             torch.testing.assert_close(loaded(**batch).logits, made.model(**batch).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("weights", "kind"),
+    [
+        ("int4/group32", "Q4_0"),
+        ("int4/group32/sym", "Q4_0"),
+        ("uint4/group32/asym", "Q4_1"),
+        ("int4/group32/asym", "Q4_1"),
+        ("int8/group32", "Q8_0"),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_gguf_files_have_the_weights(weights: str, kind: str, tied: bool, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    made = quantized(llama(tie_word_embeddings=tied), weights=weights, keep_float="lm_head")
+    artefact = made.export(tmp_path / "model.gguf", artefact="gguf")
+    reader = gguf.GGUFReader(artefact.path)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert ("output.weight" in tensors) != tied
+    down = tensors["blk.1.ffn_down.weight"]
+    assert down.tensor_type.name == kind
+    linear = made.model.model.layers[1].mlp.down_proj
+    expected = bw.quantizers_of(made.model)["model.layers.1.mlp.down_proj:weight"](linear.weight).detach()
+    found = gguf.quants.dequantize(down.data, down.tensor_type)
+    np.testing.assert_allclose(found, expected.numpy(), rtol=2e-3, atol=2e-4)  # scales are float16
+
+
+@pytest.mark.parametrize("weights", ["int4/group32", "uint4/group32/asym", "int8/group32"])
+def test_transformers_loads_gguf_files(weights: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    made = quantized(llama(), weights=weights, keep_float="lm_head")
+    made.export(tmp_path / "model.gguf", artefact="gguf")
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").eval()
+    with torch.no_grad():
+        found, wanted = loaded(**text()[0]).logits, made.model(**text()[0]).logits
+    assert float((found - wanted).norm() / wanted.norm()) < 2e-3
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+def test_gguf_refuses_other_blocks_and_models(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    with raises_problem("unsupported-format", where="model.layers.0.mlp.up_proj:weight", mentions="int4/group32"):
+        quantized(llama(), weights="int4/group16", keep_float="lm_head").export(tmp_path / "m.gguf", artefact="gguf")
+    model = llama(hidden_act="gelu")
+    with raises_problem("unsupported-model", where="hidden_act"):
+        quantized(model, keep_float="lm_head").export(tmp_path / "m.gguf", artefact="gguf")
+    assert not list(tmp_path.iterdir())
+
+
 def test_mixed_formats_and_tied_embeddings(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     model = llama(tie_word_embeddings=True)

@@ -28,7 +28,7 @@ from bitwright.cluster import Cluster, Predictor
 from bitwright.core.files import file_fingerprint
 from bitwright.core.registry import ARTEFACTS, RUNTIMES
 from bitwright.deployment import export, open_runtime, read_artefact
-from bitwright.deployment.artefacts.base import StoredGrid, TensorGrid, read_sidecar
+from bitwright.deployment.artefacts.base import Sidecar, StoredGrid, TensorGrid, read_sidecar
 from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.graph import Graph, capture
 from bitwright.importers.qsync import load_mapper, plan_of_mapper
@@ -394,10 +394,13 @@ def _read_litert(folder: Path) -> None:
     opened(inputs())
 
 
+_SIDECARS = [name for name in ARTEFACTS.names() if issubclass(ARTEFACTS.get(name), Sidecar)]
+
+
 def _make_sidecars(folder: Path) -> None:
     fine = StoredGrid(scale=np.float32([0.5, 0.25]), zero_point=np.zeros(2, np.int64), qmin=-127, qmax=127)
     coarse = StoredGrid(scale=np.array(0.5, np.float32), zero_point=np.array(0), qmin=-127, qmax=127)
-    for name in ARTEFACTS.names():
+    for name in _SIDECARS:
         grids = [
             TensorGrid(tensor="x", grid=coarse, weight=False, axis=None, layers=("conv",)),
             TensorGrid(tensor="w", grid=coarse, weight=True, axis=None, layers=("conv",)),
@@ -413,7 +416,7 @@ def _sidecar(name: str) -> str:
 
 def _read_sidecars(folder: Path) -> None:
     wrong = None
-    for name in ARTEFACTS.names():
+    for name in _SIDECARS:
         try:
             read_sidecar(name, folder / _sidecar(name))
         except bitwright.BitwrightError as error:
@@ -562,7 +565,7 @@ FORMATS: dict[str, Format] = {
     "checkpoint": Format(_make_checkpoint, _read_checkpoint, ("model.safetensors", "tied.safetensors")),
     "ONNX artefact": Format(_make_onnx, _read_onnx, ("seed.onnx",)),
     "LiteRT artefact": Format(_make_litert, _read_litert, ("seed.tflite",)),
-    "sidecars": Format(_make_sidecars, _read_sidecars, tuple(_sidecar(name) for name in ARTEFACTS.names())),
+    "sidecars": Format(_make_sidecars, _read_sidecars, tuple(_sidecar(name) for name in _SIDECARS)),
     "npz data": Format(_make_npz, _read_npz, ("data.npz",)),
     "image archive": Format(_make_archive, _read_archive, ("images.npz",)),
     "IDX data": Format(_make_idx, _read_idx, ("images.gz", "labels.gz")),

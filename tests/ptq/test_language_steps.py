@@ -71,8 +71,8 @@ def nearest() -> float:
 @pytest.mark.parametrize(
     ("steps", "share"),
     [
-        (("gptq",), 0.87),
-        (("gptq:scales=importance",), 0.75),
+        (("gptq",), 0.75),
+        (("gptq:scales=observer",), 0.87),
         (("gptq:scales=calibrated",), 0.85),
         (("imatrix",), 0.97),
         (("imatrix", "gptq:scales=calibrated"), 0.8),
@@ -113,7 +113,7 @@ def test_gptq_agrees_with_the_textbook(format: str) -> None:
         backend="academic",
         weights=format,
         activations="float",
-        steps=["gptq:columns=32"],
+        steps=["gptq:columns=32,scales=observer"],
         first_last_bits=4,
     )
     parsed = Format.parse(format)

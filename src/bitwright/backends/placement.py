@@ -18,7 +18,7 @@ from bitwright.core.formats import Format
 from bitwright.core.registry import QUANTIZERS
 from bitwright.graph import Graph, Op, Port, Source
 from bitwright.graph.naming import SiteName, refuse_module_names
-from bitwright.graph.operators import can_hook, channel_axis, is_product
+from bitwright.graph.operators import EXPERT_PRODUCTS, can_hook, channel_axis, is_product
 from bitwright.plan import DEFAULT_STRATEGY, FoldSpec, Plan, SiteSpec
 
 UNUSED = (
@@ -192,7 +192,7 @@ class _SitePlacer:
                 self._place(op.site("output"), source, op.kind, self._reason(source))
         self.sites.update(self._idle_calls())
         if self.activation.format.is_plain_float:  # weight-only quantization
-            self.sites = {site: spec for site, spec in self.sites.items() if SiteName.parse(site).port == "weight"}
+            self.sites = {site: spec for site, spec in self.sites.items() if self._is_weight(site)}
         if edges is not None:
             self._widen_edges(edges, narrower)
         self._widen_head()
@@ -251,6 +251,11 @@ class _SitePlacer:
             if self.sites.get(feeding or "", self.activation).format.bits == 8:
                 why = "; ".join(text for text in (spec.why.removeprefix(_weight_reason(op)), guard.why.strip()) if text)
                 self.sites[site] = replace(spec, guard=guard.name, why=why.removeprefix("; "))
+
+    def _is_weight(self, site: str) -> bool:
+        """Whether this is the weight of a layer, or of experts."""
+        op = self.reader.get(self.sites[site].share or site)
+        return SiteName.parse(site).port == "weight" or (op is not None and op.kind in EXPERT_PRODUCTS)
 
     def _feeding(self, op: Op) -> str | None:
         source = self.decisions.feeding(op)
@@ -334,6 +339,11 @@ class _SitePlacer:
             self.sites[site] = SiteSpec(share=first, why="the same parameter")
             return
         self.reader[site] = op
+        if op.kind in EXPERT_PRODUCTS and self.weight.format.granularity in ("channel", "tensor"):
+            whole = replace(self.weight.format, granularity="group", group=port.shape[-2])
+            why = "weights of experts: one scale for each expert and channel"
+            self.sites[site] = replace(self.weight, format=whole, why=why)
+            return
         if site in self.mixed and self.weight.format.granularity == "channel":
             one = replace(self.weight.format, granularity="tensor")
             why = "its readers have their channels along different axes: one scale for all"

@@ -23,7 +23,7 @@ from bitwright.core.files import write_text
 from bitwright.core.registry import ARTEFACTS
 from bitwright.core.tensor_tree import as_call, batch_size, eval_mode
 from bitwright.deployment.artefacts.base import KEYS, KIND, QDQ, Sidecar, write_plain
-from bitwright.deployment.artefacts.weights import WeightFile, integer_weights
+from bitwright.deployment.artefacts.weights import WeightFile, integer_weights, weight_file
 from bitwright.deployment.dynamic_axes import frozen_size
 from bitwright.deployment.onnx_files import replacing_onnx, save_onnx, stored_bytes, text_digest, write_digests
 from bitwright.deployment.onnx_translation import fold_constants, to_float32, translations
@@ -95,7 +95,7 @@ def export(
     path = Path(path)
     attachment = attachment_of(model)
     kind = artefact or default_artefact(attachment)
-    if kind != QDQ and isinstance(writer := ARTEFACTS.get(kind)(), WeightFile):
+    if (writer := weight_file(kind)) is not None:
         return _export_weights(model, path, kind, writer)
     sidecar = _sidecar(kind)
     for problem in unexportable(model, kind):
@@ -270,7 +270,7 @@ def unexportable(model: nn.Module, artefact: str | None = None) -> list[Problem]
     """Quantizers that the artefact can't represent, with their sites. The model needs no calibration for this."""
     attachment = attachment_of(model)
     kind = artefact or default_artefact(attachment)
-    if kind != QDQ and isinstance(writer := ARTEFACTS.get(kind)(), WeightFile):
+    if (writer := weight_file(kind)) is not None:
         return writer.problems(model)
     sidecar = _sidecar(kind)
     sites: dict[str, list[str]] = {}

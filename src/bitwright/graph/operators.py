@@ -14,6 +14,7 @@ from torch import Tensor
 
 # Aliases of operators. Key: torch's name without dunders, in-place and reflected prefixes.
 _ALIASES = {
+    "grouped_mm_fallback": "_grouped_mm",  # of transformers
     "truediv": "div",
     "true_divide": "div",
     "divide": "div",
@@ -89,6 +90,8 @@ _CHANNELS: dict[tuple[str, str], tuple[int, int]] = {
     ("embedding", "weight"): (0, 1),
     ("addmm", "weight"): (1, 0),
     ("matmul", "input1"): (-1, -2),
+    ("_grouped_mm", "input1"): (-1, -2),
+    ("grouped_mm", "input1"): (-1, -2),
     ("matmul", "input0"): (-2, -1),
 }
 
@@ -173,6 +176,17 @@ def _torch_functions() -> dict[Any, tuple[str, bool]]:
 
 KINDS = _torch_functions()
 _HOOKABLE = frozenset(kind for kind, _ in KINDS.values())
+# Custom operators that compute what a torch function computes: under torch.export, transformers calls its own product.
+_CUSTOM = {"transformers::grouped_mm_fallback": "_grouped_mm"}
+
+
+def hookable_kind(func: Any) -> tuple[str, bool] | None:
+    """The kind of a function that can have quantizers, and whether it writes to its first argument."""
+    found = KINDS.get(func)
+    if found is None and not torch.compiler.is_dynamo_compiling():
+        kind = _CUSTOM.get(getattr(func, "_qualified_op_name", ""))
+        found = None if kind is None else (kind, False)
+    return found
 
 
 def can_hook(kind: str) -> bool:
@@ -255,6 +269,9 @@ def put(args: list[Any], kwargs: dict[str, Any], place: Place, value: Tensor) ->
 
 Shape = tuple[int, ...]
 
+# Products of rows with one of several matrices of weights, those of experts.
+EXPERT_PRODUCTS = ("grouped_mm", "_grouped_mm")
+
 # Kinds of operators that multiply. Each of them must be quantized or listed.
 PRODUCTS = frozenset(
     (
@@ -262,7 +279,7 @@ PRODUCTS = frozenset(
         *("linear", "addmm", "matmul", "mv", "dot", "vdot", "inner", "baddbmm", "addbmm", "addmv", "einsum"),
         *("bilinear", "tensordot", "chain_matmul", "linalg_multi_dot", "conv_tbc", "cdist"),
         *("scaled_dot_product_attention", "lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell"),
-        *("_grouped_mm", "grouped_mm", "scaled_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "scaled_mm"),
+        *("grouped_mm", "_grouped_mm", "scaled_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "scaled_mm"),
         *("_native_multi_head_attention", "_transformer_encoder_layer_fwd"),
         *("mm", "bmm", "_sparse_mm", "smm", "hspmm", "sspaddmm", "_convolution", "cudnn_convolution"),
     )

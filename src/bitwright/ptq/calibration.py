@@ -172,6 +172,7 @@ def find_ranges(
     problems = settle_across_ranks(quantizers, reports, own, group) if is_distributed(group) else _settle(quantizers)
     if problems:
         raise PlanError(problems, title="calibration left quantizers without a range")
+    attachment.note_unseen_experts()
     return seen
 
 

@@ -40,10 +40,10 @@ class Gptq(Step):
     damp: float = Field(default=0.01, gt=0, description="Value added to H's diagonal, relative to its mean.")
     columns: int = Field(default=128, ge=1, description="Columns to round before the remaining ones are updated.")
     batch: int = Field(default=8, ge=1, description="Samples per batch.")
-    scales: Literal["observer", "importance", "calibrated"] = Field(
-        default="observer",
-        description="Scales of groups: the observer's of the compensated weights, those with the smallest error "
-        "weighted by the inputs' second moments, or those of calibration and earlier steps.",
+    scales: Literal["importance", "observer", "calibrated"] = Field(
+        default="importance",
+        description="Scales of groups: those of the compensated weights with the smallest error weighted by the "
+        "inputs' second moments, the observer's of the compensated weights, or those of calibration and earlier steps.",
     )
 
     def units(self, context: PtqContext) -> Sequence[str]:

@@ -16,6 +16,7 @@ from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, P
 from bitwright.core.registry import STEPS
 from bitwright.core.tensor_tree import eval_mode
 from bitwright.graph import Graph, Op, Source
+from bitwright.graph.operators import EXPERT_PRODUCTS
 from bitwright.graph.recording import Runner, Tape, Values, inputs_of, parameters_of, record
 from bitwright.plan import Plan
 from bitwright.quantizers import Attachment, Quantizer, attachment_of, in_mode
@@ -115,6 +116,8 @@ class PtqContext:
         for op in self.graph.ops:
             quantizer = self.attachment.quantizers.get(op.site("weight"))
             if quantizer is None:
+                if op.kind in EXPERT_PRODUCTS and op.site("input1") in self.attachment.quantizers:
+                    self.skipped[op.site("input1")] = "steps don't change weights of experts: rounded to nearest"
                 continue
             parameter = self.weight_of(op)
             if parameter is None:

@@ -15,7 +15,15 @@ from bitwright.core.errors import PlanError, Problem
 from bitwright.graph import Op
 from bitwright.graph.interception import ForwardShim, Interceptor
 from bitwright.graph.naming import SiteName
-from bitwright.graph.operators import KINDS, PRODUCTS, carries_floats, in_transform, locate, put
+from bitwright.graph.operators import (
+    EXPERT_PRODUCTS,
+    PRODUCTS,
+    carries_floats,
+    hookable_kind,
+    in_transform,
+    locate,
+    put,
+)
 from bitwright.plan import Plan
 from bitwright.quantizers.base import Quantizer
 from bitwright.quantizers.export_sites import Route
@@ -111,6 +119,7 @@ class Attachment(Interceptor):
         self.kernels: dict[str, Any] = {}  # operator → kernel
         self.tables: dict[str, list[HookTable]] = {}
         self.recorded: dict[str, list[OperatorCounts]] = {}  # path → counts of each call; other modules are not checked
+        self.tokens: dict[str, Tensor] = {}  # operator → rows of each expert in calibration
         self.watching = True  # whether weights are compared with those of calibration
         self.warnings: dict[tuple[str, str], Problem] = {}  # (code, location) → warning; each is logged once
         self.root: ForwardShim | None = None  # the shim of the model itself, inside the wrappers of a trainer
@@ -188,7 +197,7 @@ class Attachment(Interceptor):
     ) -> Any:
         """Run a torch function in a module that has quantizers; `run` computes its result, if given."""
         run = run or func
-        known = None if isinstance(func, MethodWrapperType) else KINDS.get(func)
+        known = None if isinstance(func, MethodWrapperType) else hookable_kind(func)
         if known is None:
             return run(*args, **kwargs)
         kind, writes = known
@@ -210,6 +219,8 @@ class Attachment(Interceptor):
             return run(*args, **kwargs)
         if eager:
             self._identify_weights(hooks[place], kind, func, args, kwargs)
+            if kind in EXPERT_PRODUCTS:
+                self._count_tokens(f"{path}/{kind}#{place}", hooks[place], locate(kind, func, args, kwargs))
         return _run(hooks[place], kind, writes, run, args, kwargs)
 
     def _note_unseen(self, operator: str) -> None:
@@ -239,6 +250,34 @@ class Attachment(Interceptor):
                 problem = identify_weight(owner, tensor)
             if problem is not None:
                 self.warn(problem)
+
+    def _count_tokens(self, operator: str, hooks: OpHooks, operands: list[tuple[str, Any, Tensor]]) -> None:
+        """Count the rows of each expert in calibration; their ends are the operator's last operand."""
+        quantizer = hooks.inputs.get("input1")
+        owner = quantizer.owner if isinstance(quantizer, Alias) else quantizer
+        ends = next((tensor for port, _, tensor in operands if port == "input2"), None)
+        if owner is None or not owner.observing or ends is None:
+            return
+        with torch._C.DisableTorchFunction():
+            rows = torch.diff(ends.detach().cpu().long(), prepend=torch.zeros(1, dtype=torch.long))
+            self.tokens[operator] = self.tokens[operator] + rows if operator in self.tokens else rows
+
+    def note_unseen_experts(self) -> None:
+        """Warn about experts that got no token in calibration."""
+        for operator, rows in self.tokens.items():
+            unseen = (rows == 0).nonzero().flatten().tolist()
+            if unseen:
+                self.warn(
+                    Problem(
+                        what=f"{len(unseen)} of {len(rows)} experts got no token in calibration; their weights have "
+                        "ranges of their own, and their inputs the range of the other experts' inputs",
+                        where=operator,
+                        value=unseen,
+                        fix="calibrate with more data, or keep these experts in float",
+                        code="unseen-expert",
+                    )
+                )
+        self.tokens = {}
 
     def warn(self, problem: Problem) -> None:
         """Store a warning and log it once."""

@@ -14,7 +14,7 @@ from bitwright.core.registry import KERNELS, QUANTIZERS
 from bitwright.graph import Graph, capture
 from bitwright.graph.interception import ForwardShim, bare, follow_checkpoints, install, uninstall
 from bitwright.graph.naming import SiteName, primary_kind, site_name
-from bitwright.graph.operators import PRODUCTS, channel_axis, reduction_axis
+from bitwright.graph.operators import EXPERT_PRODUCTS, PRODUCTS, channel_axis, reduction_axis
 from bitwright.plan import ComputeSpec, FoldSpec, Plan, SiteSpec
 from bitwright.quantizers.attachment import CONTAINER, Alias, Attachment, Container, OpHooks
 from bitwright.quantizers.base import Quantizer
@@ -390,7 +390,7 @@ class _Builder:
                 kind=kind,
                 port=name.port,
                 layout=Layout(format.granularity, axis, format.group),
-                weight=name.port in ("weight", "bias"),
+                weight=name.port in ("weight", "bias") or (kind in EXPERT_PRODUCTS and name.port == "input1"),
                 **spec.quantizer_options,
             )
         except TypeError as error:

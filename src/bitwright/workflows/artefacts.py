@@ -15,6 +15,7 @@ from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import ARTEFACTS, RUNTIMES
 from bitwright.deployment import Artefact, Check, Runtime, check, default_runtime, export, export_float, open_runtime
 from bitwright.deployment import readers as runtimes_that_read
+from bitwright.deployment.artefacts.weights import weight_file
 from bitwright.deployment.onnx_files import stored_bytes
 from bitwright.ptq.quantize import SavedModel, load_prepared
 from bitwright.workload import Workload, open_workload
@@ -66,8 +67,8 @@ def export_workload(
     """Write the artefact of a saved model of a workload, or without `saved` the float model.
 
     The suffix of `path` determines the runtime: .onnx, .pt2 (inductor), .pte (ExecuTorch), .param (ncnn) or .tflite
-    (LiteRT). `artefact` is the kind of ONNX artefact, by default the backend's first. Without `dynamic_batch`, the
-    batch is that of the example inputs.
+    (LiteRT). `artefact` is the kind of artefact, by default the backend's first. Without `dynamic_batch`, the batch is
+    that of the example inputs.
 
     >>> import tempfile, torch
     >>> from bitwright import Workload, export_workload
@@ -79,6 +80,11 @@ def export_workload(
     'model.onnx'
     """
     path, begin = Path(path), phases(progress)
+    if saved is not None and artefact is not None and weight_file(artefact) is not None:
+        found = _loaded(workload, saved, progress)
+        begin("exporting")
+        made = export(found.model, path, found.inputs, artefact=artefact)
+        return ExportedFile(path=path, bytes=made.bytes, artefact=made)
     if path.suffix != ".onnx" and (own := runtimes_that_read(path)) != runtimes_that_read(Path("model.onnx")):
         return _export_for(own[0], workload, path, saved, progress)
     written = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -26,8 +26,6 @@ _FORMAT = "pack-quantized"
 
 class CompressedTensors(WeightFile):
     """A folder with config.json and packed weights, for `AutoModelForCausalLM.from_pretrained` and vLLM."""
-
-    requires: ClassVar[str] = "transformers"
 
     def refusal(self, format: Format, shape: torch.Size) -> tuple[str, str] | None:
         """Integers of up to 8 bits per channel or group."""

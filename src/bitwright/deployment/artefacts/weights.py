@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bitwright.core.errors import PlanError, Problem
 from bitwright.core.formats import Format
 from bitwright.core.registry import ARTEFACTS
+from bitwright.deployment.artefacts.base import QDQ
 from bitwright.quantizers import CONTAINER, Attachment, Quantizer, attachment_of
 from bitwright.quantizers.grid import Grid
 
@@ -43,8 +44,8 @@ class IntegerWeight:
 class WeightFile(ABC):
     """A file or folder of integer weights. A new format is a class and an entry point in `bitwright.artefacts`."""
 
-    requires: ClassVar[str]
-    """The package that writes it."""
+    document: ClassVar[None] = None
+    """There is no JSON Schema: the format is that of another project."""
 
     @abstractmethod
     def write(self, model: nn.Module, weights: Sequence[IntegerWeight], path: Path) -> None:
@@ -84,6 +85,14 @@ class WeightFile(ABC):
             fix=fix,
             code="unsupported-format",
         )
+
+
+def weight_file(kind: str) -> WeightFile | None:
+    """The writer of this kind of artefact, if it has no graph."""
+    if kind == QDQ:
+        return None
+    found: Any = ARTEFACTS.get(kind)()
+    return found if isinstance(found, WeightFile) else None
 
 
 def linear_at(model: nn.Module, quantizer: Quantizer) -> nn.Linear | None:
