@@ -117,7 +117,7 @@ def _asset(name: str) -> Markup:
 _KINDS = {
     "float": "float",
     "quantized": "this run",
-    "trial": "a trial of its search",
+    "trial": "a trial of the search",
     "other": "other runs and runtimes",
 }
 # The sections that the bar at the top links to.

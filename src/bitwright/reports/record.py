@@ -299,7 +299,7 @@ def row_facts(row: GridRow) -> list[tuple[str, str]]:
     items = [
         ("Row", row.id),
         ("Float weights", row.start),
-        ("Norms", f"folded: {folded}" if folded else "run as they are"),
+        ("Norms", f"folded: {folded}" if folded else "not folded"),
         ("Biases on the accumulator's grid", str(row.executed.biases)),
     ]
     device = row.device

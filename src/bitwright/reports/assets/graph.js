@@ -16,7 +16,7 @@ if (place) {
   const kept = new Map(record.float_operators.map((row) => [row.operator, row.why]));
   const without = (name) => {
     if (kept.has(name)) return `in float: ${kept.get(name)}`;
-    return name in record.folds ? `folded into ${record.folds[name]}` : "no quantizer of its own";
+    return name in record.folds ? `folded into ${record.folds[name]}` : "no separate quantizer";
   };
   const bits = (site) => Number((site.format.match(/\d+/) || [32])[0]);
   const worst = (rows, value, choose) => {

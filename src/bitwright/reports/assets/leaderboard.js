@@ -121,7 +121,7 @@ function overview(chosen) {
     return make("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": `Drop at ${bits} bits` },
       make("table", { class: "matrix", style: `--n: ${backends.length + 1}` }, make("thead", {}, head), make("tbody", {}, ...body)));
   });
-  place.replaceChildren(...(tables.length ? tables : [make("p", { class: "note" }, "No row is left by these filters.")]));
+  place.replaceChildren(...(tables.length ? tables : [make("p", { class: "note" }, "No row matches these filters.")]));
 }
 
 board.addEventListener("click", (event) => {
@@ -157,7 +157,7 @@ function one(row) {
     const ranges = (found) => Object.entries(found).map(([name, n]) => `${n} × ${name.split(".").pop()}`).join(", ");
     if (row.observers) items.push(["Ranges by", `weights: ${ranges(row.observers.weights)}; activations: ${ranges(row.observers.activations)}`]);
     const folding = Object.entries(row.executed.folding || {}).map(([strategy, n]) => `${n} norms by strategy ${strategy}`).join(", ");
-    items.push(["Folding", folding || "norms run as they are"]);
+    items.push(["Folding", folding || "norms are not folded"]);
     const left = Object.entries(row.executed.kept_float || {}).map(([name, why]) => `${name}: ${why}`).join("; ");
     if (left) items.push(["In float", left]);
   }
@@ -172,7 +172,7 @@ function one(row) {
   return make("article", { id: row.id }, make("h3", {}, `Seed ${row.seed} `, link), ...report, list, ...sites(row), config, ...(row.status === "done" ? [again(row)] : []));
 }
 
-// A small report of the row, for those whose whole one isn't beside the page.
+// A short report of the row, if its complete report isn't next to the page.
 function sites(row) {
   if (!row.sites || !row.sites.length) return [];
   const heads = [["Site"], ["Format"], ["Range", "n"], ["Clipped", "n"], ["SQNR", "n"]];
@@ -190,7 +190,7 @@ function sites(row) {
 
 function again(row) {
   const command = `bitwright bench ${record.results} --row ${row.id} --reports reports`;
-  return make("p", { class: "note" }, row.report ? "Run this row again: " : "Make the whole report of this row, from its config and seed: ", make("code", {}, command));
+  return make("p", { class: "note" }, row.report ? "Run this row again: " : "Create the complete report of this row from its config and seed: ", make("code", {}, command));
 }
 
 // An address may name a row, which is opened, or filters, which are set.

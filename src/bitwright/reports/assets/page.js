@@ -58,7 +58,7 @@ function sortBy(table, column, down) {
   body.append(...keyed.flatMap(([, row]) => (row.detail ? [row, row.detail] : [row])));
   table.dispatchEvent(new Event("sorted"));
 }
-// Narrow screens hide the heads of a table whose rows are cards there: numbers get their head's name beside them.
+// Narrow screens show rows as cards without table heads, so each number gets the name of its column.
 const narrow = matchMedia("(max-width: 46rem)");
 function nameCells(table) {
   const heads = Array.from(table.tHead.rows[0].cells).map((head) => head.textContent);

@@ -61,14 +61,14 @@ const percent = (value) => (value === null || value === undefined ? "–" : valu
 function inside(site) {
   const items = [
     ["Grid", `${short(site.low)} … ${short(site.high)}`],
-    ["Numbers seen", site.seen_low === null ? "not looked at" : `${short(site.seen_low)} … ${short(site.seen_high)}`],
+    ["Numbers seen", site.seen_low === null ? "not recorded" : `${short(site.seen_low)} … ${short(site.seen_high)}`],
     ["Clipped", percent(site.clipped)],
     ["SQNR", site.sqnr_db === null ? "–" : `${site.sqnr_db.toFixed(1)} dB`],
     ["Scales", site.scales === 1 ? short(site.scale_min) : `${site.scales}: ${short(site.scale_min)} … ${short(site.scale_max)}`],
     ["Range by", site.observer], ["Arithmetic", site.quantizer],
   ];
   if (site.guard) items.push(["Guard", site.guard]);
-  if (site.share) items.push(["Shares the grid of", site.share]);
+  if (site.share) items.push(["Grid shared with", site.share]);
   const scored = record.sensitivity && record.sensitivity.sites.find((one) => one.site === site.site);
   if (scored) {
     items.push(["Quantized alone", `outputs change by ${percent(scored.output_error)}`]);
