@@ -231,7 +231,7 @@ def _markdown_parts(board: Leaderboard) -> Iterator[str]:
         yield f"\n{escaped(str(note))}"
     if board.floats:
         yield ""
-        heads = ["model", "#seed", "#float", "#after a row's training"]
+        heads = ["model", "#seed", "#float", "#trained on as long as a row"]
         floats = board.floats
         yield table(heads, [(o.model, str(o.seed), f"{o.accuracy:.2f}", _value(o.trained_on)) for o in floats])
     yield from _overall_table(board)
