@@ -121,7 +121,7 @@ def _name(names: Any, name: str) -> str:
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     if found is None:
         problem = Problem(
-            what="llama.cpp's architecture llama has no tensor for this one", where=name, code="unknown-tensor"
+            what="llama.cpp's architecture llama doesn't have this tensor", where=name, code="unknown-tensor"
         )
         raise PlanError([problem])
     return str(found)

@@ -45,7 +45,7 @@ class WeightFile(ABC):
     """A file or folder of integer weights. A new format is a class and an entry point in `bitwright.artefacts`."""
 
     document: ClassVar[None] = None
-    """There is no JSON Schema: the format is that of another project."""
+    """None, because another project defines the format."""
 
     @abstractmethod
     def write(self, model: nn.Module, weights: Sequence[IntegerWeight], path: Path) -> None:
