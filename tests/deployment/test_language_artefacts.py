@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,23 @@ def test_transformers_loads_gguf_files(weights: str, tmp_path: Path) -> None:
         found, wanted = loaded(**text()[0]).logits, made.model(**text()[0]).logits
     assert float((found - wanted).norm() / wanted.norm()) < 2e-3
     assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+def test_llama_cpp_loads_gguf_files(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("xllamacpp")
+    path = tmp_path / "model.gguf"
+    quantized(llama(), keep_float="lm_head").export(path, artefact="gguf")
+    code = (
+        "import os, sys, xllamacpp\n"
+        "params = xllamacpp.CommonParams()\n"
+        "params.model.path, params.n_ctx, params.warmup = sys.argv[1], 64, False\n"
+        "server = xllamacpp.Server(params)\n"
+        "print('loaded', flush=True)\n"
+        "os._exit(0)  # the server's threads don't end\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=120)
+    assert "loaded" in ran.stdout, ran.stderr[-2000:]
 
 
 def test_gguf_refuses_other_blocks_and_models(tmp_path: Path) -> None:
