@@ -7,11 +7,13 @@ systems do.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from bitwright.core.errors import Problem
 from bitwright.core.schemas import Strict
 
 if TYPE_CHECKING:  # the command line reads these settings for its help, without torch
@@ -23,11 +25,13 @@ if TYPE_CHECKING:  # the command line reads these settings for its help, without
 __all__ = [
     "GroupSettings",
     "OptimizerSettings",
+    "OptimizerWatch",
     "RateSchedule",
     "Recipe",
     "build_optimizer",
     "group_by_kind",
     "learning_rate_factor",
+    "learned_parameter_problems",
     "make_optimizer",
 ]
 
@@ -268,3 +272,61 @@ def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int) -
         return 1.0
     total = config.epochs * steps_per_epoch
     return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(total - warm, 1)))
+
+
+class OptimizerWatch:
+    """Collects the optimizers that step parameters of a model, until `stop`. For loops that Bitwright doesn't own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self.model = model
+        self.found: list[torch.optim.Optimizer] = []
+        watch = weakref.ref(self)  # torch's hooks are global, and must not keep the model alive
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (self := watch()) is not None:
+                self._add(optimizer)
+
+        self._remove = weakref.finalize(self, register_optimizer_step_post_hook(look).remove)
+
+    def _add(self, optimizer: torch.optim.Optimizer) -> None:
+        if any(optimizer is known for known in self.found):
+            return
+        own = {id(p) for p in self.model.parameters()}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            self.found.append(optimizer)
+
+    def stop(self) -> None:
+        """Remove the hook."""
+        self._remove()
+        self.found = []
+
+
+def learned_parameter_problems(
+    learned: Sequence[tuple[str, torch.nn.Parameter]], optimizers: Iterable[torch.optim.Optimizer]
+) -> list[Problem]:
+    """Whether optimizers omit learned quantizer parameters (with their sites) or apply weight decay to them."""
+    decay = {
+        parameter: float(group.get("weight_decay", 0.0))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    absent = [site for site, p in learned if p.requires_grad and p not in decay]
+    decaying = [site for site, p in learned if decay.get(p, 0.0) > 0.0]
+    problems = []
+    if absent:
+        fix = "create the optimizer after Qat(...), with qat.parameter_groups(weight_decay=...)"
+        what = "the optimizer doesn't contain learned quantizer parameters"
+        problems.append(Problem(what=what, where=first_of(absent), fix=fix, code="not-in-optimizer"))
+    if decaying:
+        fix = "create the optimizer with qat.parameter_groups(weight_decay=...), which excludes quantizers"
+        what = "weight decay would pull scales to zero"
+        problems.append(Problem(what=what, where=first_of(decaying), fix=fix, code="scales-decay"))
+    return problems
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first name, and the number of the others."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from logging import getLogger
+from math import isfinite
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -16,7 +17,15 @@ from torch import Tensor, nn
 from bitwright.backends import DEFAULT_BACKEND, Choices, make_plan
 from bitwright.backends.precisions import Precision, resolve
 from bitwright.core.arguments import Amount, strict
-from bitwright.core.errors import CalibrationError, Problem, TrainError
+from bitwright.core.errors import (
+    CalibrationError,
+    Problem,
+    RangeDiverged,
+    TrainDiverged,
+    TrainError,
+    log_warnings,
+)
+from bitwright.core.formatting import counted
 from bitwright.core.progress import Progress
 from bitwright.core.tensor_tree import map_tensors, tensors_in
 from bitwright.deployment import Artefact
@@ -33,10 +42,14 @@ from bitwright.quantizers import (
     replaced_modules,
     unwrap_forward,
 )
+from bitwright.quantizers.grid import is_finite
+from bitwright.quantizers.state import parameter_problems
 from bitwright.training.distributed import current_ranks, keep_groups, share_buffers
+from bitwright.training.optimizer import OptimizerWatch, first_of, learned_parameter_problems
 
 log = getLogger(__name__)
 _RECORDED = 4
+_GPU_INTERVAL = 10  # steps between checks of learned scales on devices that a check would have to wait for
 
 
 @strict
@@ -123,7 +136,9 @@ class Qat:
                 code="plan-all-float",
             )
         compile_arithmetic(self.model, fuse)
-        self.epochs = 0
+        self.epochs = self.steps = 0
+        self._optimizers: OptimizerWatch | None = OptimizerWatch(self.model)
+        self._initial = [(site, p, p.detach().clone()) for site, p in self._learned() if p.requires_grad]
         self.freeze_observers = freeze_observers
         self.freeze_bn = freeze_bn
         self.raised: set[str] = set()
@@ -139,9 +154,23 @@ class Qat:
     # -- in the loop ---------------------------------------------------------------------------------------
 
     def after_step(self) -> None:
-        """Update the ranges that aren't learned with the data of this step."""
+        """Update the ranges that aren't learned with the data of this step.
+
+        It raises an error if a quantizer became NaN or infinite, and warns if the optimizer doesn't train the scales.
+        """
+        self.steps += 1
         if self.following:
-            settle_ranges(self.following)
+            try:
+                settle_ranges(self.following)
+            except RangeDiverged as error:
+                found = error.problems[0]
+                what = f"{found.what}, at step {self.steps}"
+                raise RangeDiverged(what, where=found.where, fix=found.fix, code=found.code) from error
+        self._check_scales()
+        if self._optimizers is not None and self._optimizers.found:
+            self._warn(learned_parameter_problems(self._learned(), self._optimizers.found))
+            self._optimizers.stop()
+            self._optimizers = None
 
     def after_epoch(self) -> None:
         """Settle the model as for deployment, and freeze what is configured."""
@@ -161,6 +190,7 @@ class Qat:
         rank 0's statistics are sent to all first. With `alone`, the other ranks don't take part.
         """
         self._find_replaced()
+        self._check_parameters()
         self._follow_device()
         if current_ranks().several and not alone:
             share_buffers(self.model)
@@ -172,6 +202,7 @@ class Qat:
     def finish(self) -> Quantized:
         """End training and return the model for export, without a trainer's autocast wrapper."""
         keep_groups()
+        self._warn_unchanged()
         self.stop_following()
         unwrap_forward(self.model)
         compile_arithmetic(self.model, False)
@@ -201,25 +232,7 @@ class Qat:
     def check_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
         """Raise an error if the optimizers omit learned quantizer state or apply weight decay to it."""
         self._find_replaced()
-        decay = {
-            parameter: float(group.get("weight_decay", 0.0))
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        learned = [(q.site, p) for q in attachment_of(self.model).quantizers.values() for p in q.parameters()]
-        absent = [site for site, p in learned if p.requires_grad and p not in decay]
-        decaying = [site for site, p in learned if decay.get(p, 0.0) > 0.0]
-        problems = []
-        if absent:
-            fix = "create the optimizer after Qat(...), with all parameters of the model"
-            what = "the optimizer doesn't contain learned quantizer parameters"
-            problems.append(Problem(what=what, where=_some(absent), fix=fix, code="not-in-optimizer"))
-        if decaying:
-            fix = "create the optimizer with parameter_groups(model, weight_decay=...), which excludes quantizers"
-            what = "weight decay would pull scales to zero"
-            problems.append(Problem(what=what, where=_some(decaying), fix=fix, code="scales-decay"))
-        if problems:
+        if problems := learned_parameter_problems(self._learned(), optimizers):
             raise TrainError(problems)
 
     def state_dict(self) -> dict[str, Any]:
@@ -274,11 +287,63 @@ class Qat:
             seen = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in known.items()}
             vars(quantizer.observer).update(seen, format=quantizer.spec.format)
 
+    def _learned(self) -> list[tuple[str, nn.Parameter]]:
+        return [(q.site, p) for q in attachment_of(self.model).quantizers.values() for p in q.parameters()]
+
+    def _warn(self, problems: list[Problem]) -> None:
+        """Log warnings and keep them for the report."""
+        self.quantized = replace(self.quantized, warnings=(*self.quantized.warnings, *problems))
+        if current_ranks().first:
+            log_warnings(problems)
+
+    def _warn_unchanged(self) -> None:
+        """Warn if training didn't change learned parameters, which also finds optimizers without torch's hooks."""
+        same = [(site, p) for site, p, before in self._initial if _same(p, before)]
+        known = {problem.code for problem in self.quantized.warnings}
+        some = [site for site, p in same if p.grad is not None and bool(_local(p.grad).any())]
+        sites = [site for site, _ in same] if len(same) == len(self._initial) else some
+        if self.steps == 0 or not sites or "not-in-optimizer" in known:
+            return
+        what = f"learned quantizer parameters didn't change in {counted(self.steps, 'step')}"
+        fix = "create the optimizer after Qat(...), with qat.parameter_groups(weight_decay=...), or raise their lr"
+        self._warn([Problem(what=what, where=first_of(sites), fix=fix, code="scales-unchanged")])
+
+    @torch.no_grad()
+    def _check_scales(self) -> None:
+        """Raise an error if a learned quantizer parameter isn't finite."""
+        learned = self._learned()
+        if not learned or (self.steps % _GPU_INTERVAL and learned[0][1].device.type != "cpu"):
+            return
+        if isfinite(sum(_local(p).sum().item() for _, p in learned)):
+            return
+        for site, parameter in learned:
+            if not is_finite(_local(parameter)):
+                raise self._diverged(site, "a learned quantizer parameter")
+
+    def _check_parameters(self) -> None:
+        """Raise an error if a parameter isn't finite, instead of settling a model that is lost."""
+        for site, parameter in self._learned():
+            if not is_finite(_local(parameter)):
+                raise self._diverged(site, "a learned quantizer parameter")
+        own = {id(p) for _, p in self._learned()}
+        named = ((name, _local(p)) for name, p in self.model.named_parameters() if id(p) not in own)
+        for problem in parameter_problems(attachment_of(self.model).quantizers, named):
+            raise self._diverged(problem.where, "a parameter")
+
+    def _diverged(self, where: str | None, what: str) -> TrainError:
+        return TrainDiverged.single(
+            f"{what} became NaN or infinite in training, noticed after step {self.steps}",
+            where=where,
+            fix="lower the learning rate, clip gradients, or skip the step if the loss isn't finite; "
+            "then train again from the last valid checkpoint",
+            code="training-diverged",
+        )
+
     def _find_replaced(self) -> None:
         if replaced := replaced_modules(self.model):
             raise TrainError.single(
                 "modules were replaced after Qat added quantizers, so they would run in float",
-                where=_some(replaced),
+                where=first_of(replaced),
                 fix="change the model first (convert_sync_batchnorm, adapters, …), then create Qat",
                 code="modules-replaced",
             )
@@ -335,8 +400,15 @@ def _damaged(where: str, what: str) -> TrainError:
     return TrainError.single(what, where=where, fix=fix, code="damaged-checkpoint")
 
 
-def _some(names: list[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded parameter."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _same(parameter: Tensor, before: Tensor) -> bool:
+    now, then = _local(parameter.detach()), _local(before)
+    return now.shape == then.shape and torch.equal(now.to(then.device), then)
 
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:

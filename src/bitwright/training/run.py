@@ -300,7 +300,11 @@ class TrainingRun:
         self.step += 1
         self._losses.add(loss, norm)
         if self.qat is not None:
-            self.qat.after_step()
+            try:
+                self.qat.after_step()
+            except TrainDiverged:
+                self._log()  # a loss that isn't finite says more than a scale
+                raise
         if self.ema is not None:
             self.ema.update(self.model, self.step)
 

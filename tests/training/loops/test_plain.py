@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.support.problems import raises_problem
 from tests.training.loops import common
 from torch import nn
 
 from bitwright import BitwrightError, quantizers_of, strip
+from bitwright.core.errors import RangeDiverged, TrainDiverged
 from bitwright.training import Qat, parameter_groups
 
 
@@ -91,6 +95,95 @@ def test_an_optimizer_that_would_not_train_scales_is_refused() -> None:
     assert "scales-decay" in caught.value.codes
     # wherever the prepared model stands in a larger one
     qat.check_optimizer(torch.optim.AdamW(parameter_groups(nn.Sequential(work.model), weight_decay=0.1)))
+
+
+def trained(optimizer_of: Callable[[Qat, list[nn.Parameter]], Any], count: int = 3, **options: Any) -> Qat:
+    """A loop that knows nothing of `check_optimizer`; the weights of the model before Qat are the second argument."""
+    work = common.workload()
+    assert work.calibration is not None
+    early = list(work.model.parameters())
+    qat = Qat(work.model, work.calibration(), **options)
+    optimizer = optimizer_of(qat, early)
+    x, y = common.samples()
+    for _ in range(count):
+        qat.model.zero_grad()
+        F.cross_entropy(qat.model(x[:25]), y[:25]).backward()
+        optimizer.step()
+        qat.after_step()
+    return qat
+
+
+def warned(qat: Qat) -> set[str | None]:
+    return {problem.code for problem in qat.quantized.warnings}
+
+
+def test_a_plain_loop_warns_of_an_optimizer_without_scales() -> None:
+    qat = trained(lambda _, early: torch.optim.SGD(early, lr=0.1))
+    assert warned(qat) == {"not-in-optimizer"}
+    qat.finish()
+    assert warned(qat) == {"not-in-optimizer"}  # one fault, one warning
+
+
+def test_a_plain_loop_warns_of_weight_decay_on_scales() -> None:
+    assert warned(trained(lambda qat, _: torch.optim.AdamW(qat.model.parameters()))) == {"scales-decay"}
+
+
+def test_a_plain_loop_with_parameter_groups_has_no_warning() -> None:
+    qat = trained(lambda qat, _: torch.optim.AdamW(qat.parameter_groups(weight_decay=0.1), lr=1e-3))
+    qat.finish()
+    assert warned(qat) == set()
+
+
+class Manual:
+    """An optimizer that isn't torch's."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter -= 0.01 * parameter.grad
+
+
+def test_scales_that_an_unknown_optimizer_leaves_out_are_found_at_the_end() -> None:
+    qat = trained(lambda _, early: Manual(early))
+    assert warned(qat) == set()
+    assert {p.code for p in qat.finish().warnings} == {"scales-unchanged"}
+    complete = trained(lambda qat, _: Manual(list(qat.model.parameters())))
+    assert warned(complete) | {p.code for p in complete.finish().warnings} == set()
+
+
+def test_the_hook_on_optimizers_is_removed() -> None:
+    from torch.optim import optimizer as hooks
+
+    before = len(hooks._global_optimizer_post_hooks)
+    qat = trained(lambda qat, _: torch.optim.SGD(qat.parameter_groups(weight_decay=0.1), lr=0.1), 1)
+    assert len(hooks._global_optimizer_post_hooks) == before
+    other = make()[0]
+    assert len(hooks._global_optimizer_post_hooks) == before + 1
+    del qat, other
+    gc.collect()
+    assert len(hooks._global_optimizer_post_hooks) == before
+
+
+@pytest.mark.parametrize("options", [{}, {"quantizer": "plain", "observer": "ema-minmax"}])
+def test_nan_weights_end_a_plain_loop(options: dict[str, Any]) -> None:
+    """A learning rate that is much too high; without the error, only `export` would find the NaN."""
+    with pytest.raises((TrainDiverged, RangeDiverged)) as error:
+        trained(lambda qat, _: torch.optim.SGD(qat.model.parameters(), lr=1e30), 6, **options).finish()
+    assert set(error.value.codes) <= {"training-diverged", "not-finite"}
+    assert error.value.problems[0].where
+    assert "step" in str(error.value)
+
+
+def test_nan_in_weights_alone_is_found_at_the_end_of_an_epoch() -> None:
+    qat = trained(lambda qat, _: torch.optim.SGD(qat.parameter_groups(weight_decay=0.1), lr=0.1), 1)
+    with torch.no_grad():
+        next(p for name, p in qat.model.named_parameters() if name.endswith("norm.weight")).fill_(torch.nan)
+    with raises_problem("training-diverged", where="norm.weight", mentions="step 1"):
+        qat.after_epoch()
 
 
 def test_modules_that_were_replaced_afterwards_are_found() -> None:
