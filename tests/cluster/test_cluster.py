@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,14 +15,22 @@ from step_cases import bert, digits, int8_plan, net, prepared, profile_of, timed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bitwright import load_workload, predict, profile
 from bitwright.cluster import Cluster, DeviceStep, Link, MemoryLimit, Predictor, make_buckets, predict_step, write_trace
+from bitwright.cluster.cluster_plan import compare_planners
 from bitwright.cluster.memory import RESERVE
 from bitwright.core import tensor_tree as tree
 from bitwright.core.errors import PlanError
 from bitwright.plan import Plan
 from bitwright.profiling import StepSettings, Variant, record_step
 from bitwright.profiling.cost_key import TensorSpec
-from bitwright.profiling.device_profile import CollectiveCost, DeviceProfile, MemoryFacts
+from bitwright.profiling.device_profile import (
+    CollectiveCost,
+    DeviceProfile,
+    MemoryFacts,
+    OperatorTime,
+    relative_uncertainty,
+)
 from bitwright.training.distributed import joined_group
 
 YAML = """
@@ -188,3 +197,39 @@ def test_a_thousand_devices_and_a_changed_operator() -> None:
     again = predictor.changed("d", changed, {name}).seconds
     plans = {**dict.fromkeys("abc", plan), "d": changed}
     assert again == pytest.approx(Predictor.make(graph, plans, kinds, cluster, settings).seconds)
+
+
+def published(spread: float) -> DeviceProfile:
+    """A profile of a data sheet, with confidence intervals of ± `spread` relative to each time."""
+    made = profile(load_workload("digits-untrained"), published="nvidia-t4", kernels=["int8"], batch=8)
+    operators = []
+    for cost in made.operators:
+        time = cost.forward
+        low, high = max(0.0, 1 - spread) * time.seconds, (1 + spread) * time.seconds
+        operators.append(cost.model_copy(update={"forward": time.model_copy(update={"low": low, "high": high})}))
+    return made.model_copy(update={"operators": operators})
+
+
+def test_uncertain_times_are_a_warning_of_predictions_and_plans(caplog: pytest.LogCaptureFixture) -> None:
+    workload, scores = load_workload("digits-untrained"), {"conv1": {"int8": 0.1}, "conv2": {"int8": 0.2}}
+    gains = {}
+    for name, spread in (("sure", 0.01), ("unsure", 40.0)):
+        caplog.clear()
+        device = published(spread)
+        assert [p.code for p in predict(workload, device, batch=8).warnings] == ["uncertain-times"] * (name == "unsure")
+        found = compare_planners(workload, Cluster.of({"t4": 1}), scores, profiles={"t4": device}, batch=8)
+        assert ("uncertain" in caplog.text) == (name == "unsure")
+        gains[name] = found.doubtful_gain
+        assert (found.to_dict()["uncertainty"] > 1) == (name == "unsure")
+        assert not found.gains_nothing
+        if name == "unsure":
+            assert found.faster is None
+    assert gains["sure"] is None
+    assert gains["unsure"] is not None
+
+
+def test_times_of_zero_are_as_uncertain_as_can_be() -> None:
+    operator = published(0.1).operators[0]
+    nothing = operator.model_copy(update={"forward": OperatorTime(seconds=0.0, low=0.0, high=1e-3)})
+    assert relative_uncertainty([nothing]) == math.inf
+    assert relative_uncertainty([]) == 0.0

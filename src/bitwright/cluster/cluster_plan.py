@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
+from math import isfinite
 from typing import Any, TypedDict, Unpack
 
 from bitwright.cluster.cluster import Cluster
@@ -17,12 +18,12 @@ from bitwright.cluster.planners.precision import over_limits
 from bitwright.core import formatting
 from bitwright.core.arguments import strict
 from bitwright.core.display import Summarized, Table
-from bitwright.core.errors import BitwrightError, PlanError
+from bitwright.core.errors import BitwrightError, PlanError, log_warnings
 from bitwright.core.progress import Progress
 from bitwright.core.registry import PLANNERS
 from bitwright.core.tensor_tree import batch_size
 from bitwright.plan import Plan
-from bitwright.profiling.device_profile import DeviceProfile
+from bitwright.profiling.device_profile import DeviceProfile, step_uncertainty, uncertain_times, uncertainty_text
 from bitwright.profiling.profiled_step import WorkloadStep
 from bitwright.sensitivity import OperatorScores, spec_of
 from bitwright.workload import Workload
@@ -109,6 +110,8 @@ class PlannerComparison(Summarized):
     """The number of operators with a choice of formats."""
     fitting: Sequence[str]
     """Planners with a result that fits, and the chosen one."""
+    uncertainty: float = 0.0
+    """Relative uncertainty of the times in the profiles: the largest of all kinds. Smaller gains don't count."""
 
     @property
     def chosen(self) -> Allocation:
@@ -125,7 +128,15 @@ class PlannerComparison(Summarized):
         """The planner with the fastest step and its speedup, if it is clearly faster than the chosen one."""
         best = min(self.fitting, key=lambda name: self.allocations[name].seconds)
         ratio = self.chosen.seconds / self.allocations[best].seconds
-        return (best, ratio) if ratio > _FASTER else None
+        return (best, ratio) if ratio > max(_FASTER, 1 + self.uncertainty) else None
+
+    @property
+    def doubtful_gain(self) -> float | None:
+        """The speedup over float, if it is smaller than the uncertainty of the times."""
+        if "float" not in self.allocations or self.gains_nothing:
+            return None
+        ratio = self.allocations["float"].seconds / self.chosen.seconds
+        return ratio if ratio <= 1 + self.uncertainty else None
 
     def summary(self) -> Iterator[Table | str]:
         """One row for each planner, and what follows for the training."""
@@ -141,6 +152,10 @@ class PlannerComparison(Summarized):
         if self.gains_nothing:
             advice = "" if self.faster else "; train without a plan"
             yield f"low precision gives no speedup on this cluster: the plan is float everywhere{advice}"
+        if self.uncertainty and self.doubtful_gain is not None:
+            spread = uncertainty_text(self.uncertainty)
+            gain = f"{self.doubtful_gain:.2f} times as fast as float"
+            yield f"the plan may give no speedup: it is predicted to be {gain}, but the times are uncertain by {spread}"
         if self.faster is not None:
             best, ratio = self.faster
             yield f"{best} is {ratio:.2g} times as fast: --planner {best}"
@@ -163,6 +178,7 @@ class PlannerComparison(Summarized):
         """Return the comparison as JSON-compatible data."""
         return {
             "planner": self.planner,
+            "uncertainty": self.uncertainty if isfinite(self.uncertainty) else None,
             "limits": {
                 kind: None if one is None else {"total": one.total, "reserve": one.reserve, "usable": one.usable}
                 for kind, one in self.limits.items()
@@ -228,6 +244,7 @@ def compare_planners(
         kinds=model.kinds,
         operators=len(model.operators),
         fitting=[n for n in rows if n in PLANNERS and (n == planner or not over_limits(model, rows[n]))],
+        uncertainty=max(step_uncertainty(model.profiles[kind], model.graph) for kind in model.kinds),
     )
 
 
@@ -272,7 +289,9 @@ def _check(
     formats: Sequence[str],
     keep_float: Sequence[str],
 ) -> None:
-    """Warn about scores that are ignored; raise if no operator has a choice of formats."""
+    """Warn about uncertain times and ignored scores; raise if no operator has a choice of formats."""
+    for kind in model.kinds:
+        log_warnings(uncertain_times(model.profiles[kind], model.graph, where=kind))
     names = set(model.graph.position)
     unknown = [name for name in penalties if name not in names]
     scored = [name for name in penalties if name in names]

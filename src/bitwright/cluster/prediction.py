@@ -14,6 +14,7 @@ from bitwright.cluster.memory import MemoryLimit, MemoryUse, describe_limits
 from bitwright.core import display, formatting
 from bitwright.core.arguments import strict
 from bitwright.core.display import Summarized, Table
+from bitwright.core.errors import Problem
 from bitwright.core.files import write_text
 
 
@@ -98,6 +99,8 @@ class Prediction(Summarized):
     """Samples of one step on all devices."""
     replay: StepReplay = field(compare=False)
     locals: dict[str, DeviceStep] = field(compare=False)
+    warnings: tuple[Problem, ...] = ()
+    """Reasons to doubt the prediction. Each was also logged."""
 
     def __repr__(self) -> str:
         count = sum(device.count for device in self.devices)
@@ -151,6 +154,7 @@ class Prediction(Summarized):
             "devices": [device.to_dict() for device in self.devices],
             "buckets": list(self.buckets),
             "critical": list(self.critical),
+            "warnings": [asdict(problem) for problem in self.warnings],
         }
 
 

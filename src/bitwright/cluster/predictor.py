@@ -15,9 +15,9 @@ from bitwright.cluster.device_step import DeviceStep
 from bitwright.cluster.memory import memory_of
 from bitwright.cluster.prediction import DevicePrediction, Prediction, critical_path
 from bitwright.core.arguments import strict
-from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean
+from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean, log_warnings
 from bitwright.plan import Plan
-from bitwright.profiling.device_profile import DeviceProfile
+from bitwright.profiling.device_profile import DeviceProfile, uncertain_times
 from bitwright.profiling.profiled_step import WorkloadStep, resolve_plan
 from bitwright.profiling.step_graph import StepGraph
 from bitwright.training.config import StepSettings
@@ -81,7 +81,9 @@ def predict(
             predictor = _predictor(workload, graph, half, resolved, known, target, settings)
         else:
             predictor = Predictor.make(graph, resolved, known, None, settings)
-        return predictor.predict(exact=exact)
+        prediction = predictor.predict(exact=exact)
+    log_warnings(prediction.warnings)
+    return prediction
 
 
 def read_target(
@@ -360,6 +362,11 @@ class Predictor:
             samples=self.settings.accumulate * samples,
             replay=step,
             locals=dict(self.locals),
+            warnings=tuple(
+                problem
+                for kind, local in self.locals.items()
+                for problem in uncertain_times(local.profile, self.graph, where=kind)
+            ),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -318,7 +319,8 @@ def relative_uncertainty(operators: Sequence[OperatorCost]) -> float:
     """Return half the width of the confidence intervals, relative to the time of all operators."""
     known = [c.forward for c in operators if c.forward.low is not None and c.forward.high is not None]
     whole = sum(timing.seconds for timing in known)
-    return sum((t.high or 0.0) - (t.low or 0.0) for t in known) / 2 / whole if whole else 0.0
+    spread = sum((t.high or 0.0) - (t.low or 0.0) for t in known) / 2
+    return spread / whole if whole else math.inf if spread else 0.0
 
 
 def _cells(cost: OperatorCost) -> tuple[object, ...]:
@@ -328,7 +330,7 @@ def _cells(cost: OperatorCost) -> tuple[object, ...]:
         cost.format,
         f"{1e3 * cost.forward.seconds:.3f} ms",
         None if cost.backward is None else f"{1e3 * cost.backward.seconds:.3f} ms",
-        f"{100 * spread:.1f} %" if spread else None,
+        (f"{100 * spread:.1f} %" if spread <= 1 else "> 100 %") if spread else None,
     )
 
 
@@ -358,13 +360,39 @@ def _without_gradient(tensor: TensorSpec) -> TensorSpec:
     return tensor.with_(grad=False)
 
 
+def step_uncertainty(profile: DeviceProfile, step: StepGraph) -> float:
+    """Return the relative uncertainty of the times of a step's operators, in any format."""
+    return relative_uncertainty(operators_of_step(profile, step))
+
+
+def uncertain_times(profile: DeviceProfile, step: StepGraph, *, where: str | None = None) -> list[Problem]:
+    """Return a warning if the times of a step are too uncertain to rely on."""
+    spread = step_uncertainty(profile, step)
+    if spread <= _UNCERTAIN:
+        return []
+    fix = "--rounds 100" if profile.clock == "cpu" else "--clock cpu"
+    return [
+        Problem(
+            what=f"the times of the profile are uncertain by {uncertainty_text(spread)}",
+            where=where,
+            fix=f"profile again on an idle machine, or with {fix}",
+            code="uncertain-times",
+        )
+    ]
+
+
+def uncertainty_text(spread: float) -> str:
+    """The uncertainty as a percentage.
+
+    >>> uncertainty_text(0.25), uncertainty_text(47.95)
+    ('±25 %', 'more than ±100 %')
+    """
+    return f"±{100 * spread:.0f} %" if spread <= 1 else "more than ±100 %"
+
+
 def quality_notes(profile: DeviceProfile, step: StepGraph) -> list[str]:
     """Describe what makes the times of a step uncertain."""
-    notes = []
-    spread = relative_uncertainty(operators_of_step(profile, step))
-    if spread > _UNCERTAIN:
-        fix = "more rounds" if profile.clock == "cpu" else "the clock `cpu`"
-        notes.append(f"times are uncertain by ±{100 * spread:.0f} %: repeat on an idle machine, or with {fix}")
+    notes = [str(problem) for problem in uncertain_times(profile, step)]
     bad = poor_fits(profile)
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
