@@ -166,19 +166,21 @@ def test_output_that_cannot_be_written(run, small, tmp_path, verb):
     file = tmp_path / "file"
     file.write_text("here")
     options = ["--float"] if verb == "export" else []
-    fails(run(verb, small, *options, "-o", file / "out"), "not-a-folder", facts=[str(file)])
+    fails(run(verb, small, *options, "-o", file / "out.onnx"), "not-a-folder", facts=[str(file)])
     assert file.read_text() == "here"
     if os.geteuid() != 0:  # root may write anywhere
         locked = tmp_path / "locked"
         locked.mkdir(mode=0o500)
-        fails(run(verb, small, *options, "-o", locked / "out"), "not-writable", facts=[str(locked)])
+        fails(run(verb, small, *options, "-o", locked / "out.onnx"), "not-writable", facts=[str(locked)])
 
 
 @pytest.mark.parametrize("verb", ["plan", "export"])
 def test_output_that_is_a_folder(run, small, tmp_path, verb):
     options = ["--float"] if verb == "export" else []
-    fails(run(verb, small, *options, "-o", tmp_path), "is-a-folder", facts=[str(tmp_path)])
-    assert not list(tmp_path.iterdir())
+    folder = tmp_path / "model.onnx"
+    folder.mkdir()
+    fails(run(verb, small, *options, "-o", folder), "is-a-folder", facts=[str(folder)])
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -254,15 +256,15 @@ def test_checkpoints(run, small, made, tmp_path, output):
         (made / "plan.yaml", tmp_path / "none.safetensors", ["no-such-checkpoint"]),
         (fewer, made / "checkpoint.safetensors", ["unexpected-quantizer"] * 3),
     ):
-        fails(run("export", small, "--plan", plan, "--checkpoint", checkpoint, "-o", output), *codes)
-    assert run("export", small, "-o", output).codes == ["option-missing"]
+        fails(run("export", small, "--plan", plan, "--checkpoint", checkpoint, "-o", f"{output}.onnx"), *codes)
+    assert run("export", small, "-o", f"{output}.onnx").codes == ["option-missing"]
 
 
 def test_a_checkpoint_without_ranges(run, small, made, tmp_path, output):
     import bitwright
 
     floats = bitwright.save_checkpoint(bitwright.load_workload(small).model, tmp_path / "float.safetensors")
-    ran = run("export", small, "--plan", made / "plan.yaml", "--checkpoint", floats, "-o", output)
+    ran = run("export", small, "--plan", made / "plan.yaml", "--checkpoint", floats, "-o", f"{output}.onnx")
     fails(ran, *["no-range"] * 7, facts=["conv:weight"])
 
 
@@ -270,3 +272,19 @@ def test_usage(run):
     assert run("quantise").code == 2
     assert run("plan").code == 2
     assert run("list", "observer").code == 2
+
+
+def test_a_plan_with_problems_of_schema_and_model_lists_both(run, small, tmp_path, output):
+    text = "bitwright: 1\nfolds: {}\nsites:\n  con:weight: int8/channel/sym\n  conv:weight: int8/channel/sym\n"
+    (tmp_path / "plan.yaml").write_text(text)
+    ran = run("quantize", small, "--plan", tmp_path / "plan.yaml", "-o", output)
+    fails(ran, "unknown-key", "unknown-site", facts=["'fold'", "'conv:weight'"])
+
+
+def test_formats_of_kernels_need_an_indicator(run, small, output):
+    fails(run("score", small, "--formats", "int8"), "option-missing", facts=["--indicator"])
+    fails(run("score", small, "-o", f"{output}.json"), "wrong-suffix", facts=["--indicator"])
+
+
+def test_an_artefact_of_an_unknown_kind(run, small, output):
+    fails(run("export", small, "--float", "-o", f"{output}.xyz"), "unknown-suffix", facts=[".onnx"])

@@ -361,3 +361,13 @@ def test_signed_codes_may_be_moved_to_float(tmp_path: Path, weights: str, activa
     artefact = quantized.export(tmp_path / "model.onnx")
     onnx.checker.check_model(artefact.path, full_check=True)
     assert quantized.check(artefact.path, batches).passed
+
+
+@pytest.mark.parametrize("name", ["m", "m.xyz", "m.pte"])
+def test_a_suffix_other_than_onnx_is_refused(
+    name: str, model: nn.Module, batches: list[Tensor], tmp_path: Path
+) -> None:
+    quantized = bw.quantize(model, batches)
+    with raises_problem("unknown-suffix", where=tmp_path / name):
+        quantized.export(tmp_path / name)
+    assert not list(tmp_path.iterdir())

@@ -333,3 +333,27 @@ def test_a_histogram_counts_as_torch_does(tmp_path: Path) -> None:
     session = onnxruntime.InferenceSession(str(artefact.path), providers=["CPUExecutionProvider"])
     counts = session.run(None, {"x": batches[-1].numpy()})[1]
     assert counts.tolist() == expected.tolist()
+
+
+class Branching(nn.Module):
+    """A branch on data, which torch.export can't trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if x.sum() > 0 else self.layer(-x)
+
+
+def test_a_failed_trace_prints_no_log_of_torch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    quantized = bw.quantize(Branching(), [torch.rand(4, 4)])
+    caplog.clear()
+    capfd.readouterr()
+    with pytest.raises(bw.BitwrightError) as error:
+        quantized.export(tmp_path / "model.onnx")
+    assert error.value.codes == ["torch-export-failed"]
+    assert not [record for record in caplog.records if record.name.startswith("torch")]
+    assert capfd.readouterr().err == ""

@@ -390,3 +390,22 @@ def test_an_empty_model_or_backend_is_refused(key: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.from_yaml(f"bitwright: 1\n{key}: ''\n")
     assert [problem.where for problem in caught.value.problems] == [key]
+
+
+def test_problems_of_the_schema_hide_no_others() -> None:
+    text = """
+bitwright: 1
+folds: {bn: conv}
+sites:
+  conv:weight: {format: int8/channel/sym, observr: mse}
+  conv:input: int88
+  head: int8/tensor/sym
+  head:weight: {format: int8/channel/sym, observer: mss}
+"""
+    with pytest.raises(PlanError) as error:
+        Plan.from_yaml(text)
+    found = {problem.where: problem.code for problem in error.value.problems}
+    assert found["folds"] == "unknown-key"
+    assert found["sites.conv:weight.observr"] == "unknown-key"
+    assert found["head:weight"] == "unknown-name"
+    assert {"conv:input", "head"} <= found.keys()

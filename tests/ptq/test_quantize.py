@@ -167,3 +167,10 @@ class Unrolled(nn.Module):
 def test_paths_that_depend_on_the_batch_size_are_recorded_with_whole_batches() -> None:
     made = bw.quantize(Unrolled(), [torch.rand(4, 3)] * 2, backend="academic")
     assert {site.partition(":")[0] for site, _ in made.plan.quantized} >= {f"layers.{n}" for n in range(4)}
+
+
+def test_a_name_is_kept_with_a_plan() -> None:
+    model, data = nn.Sequential(nn.Linear(4, 2)), torch.randn(8, 4)
+    plan = bw.make_plan(bw.capture(model, data))
+    assert bw.quantize(model, [data], plan=plan, name="mine").plan.model == "mine"
+    assert plan.model is None

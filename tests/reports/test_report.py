@@ -17,7 +17,9 @@ from schemas import json_schema
 from torch import nn
 
 import bitwright
+from bitwright.bench.comparison import timings, unreliable_latency
 from bitwright.core import formatting
+from bitwright.deployment import Latency
 from bitwright.quantizers import quantizers_of
 from bitwright.reports import (
     Record,
@@ -398,3 +400,25 @@ def test_phases_are_on_the_clock_of_the_operators(tmp_path: Path) -> None:
 )
 def test_sizes(count: int, text: str) -> None:
     assert formatting.size(count) == text
+
+
+def test_a_result_without_a_name_joins_those_with_one(tmp_path: Path) -> None:
+    """`quantize` of a model has no name, `tune` that of the workload."""
+    data = torch.randn(8, 8)
+    quantized = bitwright.quantize(nn.Sequential(nn.Linear(8, 4)), [data])
+    page = bitwright.report([quantized, record("net")], tmp_path / "page.json")
+    assert (page.workload, page.title) == ("net", "net for onnxruntime")
+    assert bitwright.report(quantized, tmp_path / "alone.json").workload == "Sequential"
+
+
+def test_a_ratio_measured_on_a_busy_machine_is_marked() -> None:
+    calm = Latency.of([1.0, 1.01, 1.02, 1.0, 1.03])
+    busy = Latency.of([0.02, 1.0, 7.0, 0.02, 3.0])
+    sure = timings("onnxruntime", 1, 1, float=calm, quantized=calm)
+    unsure = timings("onnxruntime", 1, 1, float=busy, quantized=calm)  # the spread of the reference counts, too
+    assert unreliable_latency(sure) == []
+    [warning] = unreliable_latency(unsure)
+    assert (warning.code, warning.where) == ("unreliable-latency", "onnxruntime, batch 1")
+    assert sure[1].doubt_text == ""
+    assert unsure[1].doubt_text in str(unsure[1].cells())
+    assert unsure[1].doubt_text != ""

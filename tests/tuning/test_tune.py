@@ -108,6 +108,7 @@ def test_the_time_is_held_within_one_trial() -> None:
     begin = time.monotonic()
     tuned = search(slow, budget=Budget(minutes=2 / 60, trials=None), strategy="random")
     assert "minutes" in tuned.stopped_because
+    assert any(f"{2 / 60:g}" in note for note in tuned.notes)  # how much longer it took
     assert 2 <= len(tuned.history) <= 5
     assert time.monotonic() - begin < 10  # set-up, two seconds, one trial, and the best model once more
 
@@ -125,6 +126,18 @@ def test_without_an_evaluation_it_is_quantized_once() -> None:
     assert tuned.plan is not None
     assert list(tuned.history) == []
     strip(work.model)
+
+
+def test_a_result_slower_than_float_says_so() -> None:
+    tuned = search(workload(6, ()), budget=Budget(trials=1))
+    slow, fast = (
+        replace(tuned, outcome=tuned.outcome.model_copy(update={"latency_ms": ms, "float_latency_ms": 1.0}))
+        for ms in (2.0, 0.5)
+    )
+    assert slow.slower_than_float
+    assert not fast.slower_than_float
+    assert repr(slow).replace("2.00", "0.50") != repr(fast)
+    assert f"{len(tuned.history)} trial" in repr(slow)
 
 
 def test_overlap_of_calibration_and_evaluation_is_said() -> None:

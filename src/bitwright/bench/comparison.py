@@ -13,8 +13,10 @@ from pydantic import Field
 from bitwright.core import display, formatting
 from bitwright.core.arguments import strict
 from bitwright.core.environment import Environment
+from bitwright.core.errors import Problem
 from bitwright.core.schemas import ResultModel
 from bitwright.deployment import Check, Latency
+from bitwright.deployment.measurement import TOO_BUSY, UNSURE
 
 _NAMED = 6  # operators named in a text; the JSON file has all
 
@@ -63,11 +65,26 @@ class LatencyRow(ResultModel):
     p99_ms: float | None = Field(default=None, description="None in reports that were made before it was measured.")
     runs: int
     ratio: float = Field(description="Median relative to the float variant in the same run.")
+    spread: float | None = Field(
+        default=None,
+        description="The interquartile range of the times relative to their median: the larger one of both variants.",
+    )
+
+    @property
+    def unreliable(self) -> bool:
+        """Whether the times vary too much to tell which variant is faster."""
+        return self.spread is not None and self.spread > UNSURE
+
+    @property
+    def doubt_text(self) -> str:
+        """A mark for ratios that aren't reliable; empty for others."""
+        return " (unreliable)" if self.unreliable else ""
 
     @property
     def ratio_text(self) -> str:
         """The latency relative to float."""
-        return f"{self.ratio:.2f}× the time of float"
+        doubt = f"; unreliable: {TOO_BUSY}" if self.unreliable else ""
+        return f"{self.ratio:.2f}× the time of float{doubt}"
 
     @property
     def rate_text(self) -> str:
@@ -77,7 +94,7 @@ class LatencyRow(ResultModel):
     def cells(self) -> Sequence[object]:
         """The row of a table."""
         rate = f"{self.batch / self.median_ms * 1e3:,.0f}"
-        return self.runtime, self.variant, self.batch, *_percentiles(self), f"{self.ratio:.2f}×", rate
+        return self.runtime, self.variant, self.batch, *_percentiles(self), f"{self.ratio:.2f}×{self.doubt_text}", rate
 
 
 class Parity(ResultModel):
@@ -128,6 +145,7 @@ def timing(
         p99_ms=latency.p99_ms,
         runs=latency.runs,
         ratio=latency.median_ms / yardstick.median_ms,
+        spread=max(latency.spread, yardstick.spread),
     )
 
 
@@ -136,6 +154,22 @@ def timings(runtime: str, batch: int, threads: int, *, float: Latency, quantized
     return [
         timing(runtime, "float", batch, threads, float, yardstick=float),
         timing(runtime, "quantized", batch, threads, quantized, yardstick=float),
+    ]
+
+
+def unreliable_latency(timings: Iterable[LatencyRow]) -> list[Problem]:
+    """A warning if latencies varied too much to compare them."""
+    rows = [row for row in timings if row.variant == "quantized" and row.unreliable]
+    if not rows:
+        return []
+    return [
+        Problem(
+            what=f"the latency relative to float is unreliable: {TOO_BUSY}",
+            where=", ".join(f"{row.runtime}, batch {row.batch}" for row in rows),
+            value=", ".join(f"{row.ratio:.2f}×" for row in rows),
+            fix="measure again on an idle machine",
+            code="unreliable-latency",
+        )
     ]
 
 
@@ -151,7 +185,7 @@ def latency_chart(timings: Iterable[LatencyRow]) -> Markup:
         y += 23
         for row in rows:
             value = f"{row.median_ms:.3g} ms ({row.p10_ms:.3g} … {row.p90_ms:.3g})"
-            name = row.variant if row.variant == "float" else f"{row.variant}, {row.ratio:.2f}×"
+            name = row.variant if row.variant == "float" else f"{row.variant}, {row.ratio:.2f}×{row.doubt_text}"
             parts.append(display.bar(y, name, value, row.median_ms / longest, row.variant))
             y += display.BAR_HEIGHT
         y += 12

@@ -9,6 +9,7 @@ from bitwright.cli.options import ReportOption, WorkloadArg, exclude, open_workl
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_choices
 from bitwright.cli.verb import verb
+from bitwright.core.errors import BitwrightError
 
 
 @verb(
@@ -39,9 +40,9 @@ def score(
     ] = None,
     indicator: Annotated[str | None, option("Score training kernels by this indicator (`list indicators`).")] = None,
     formats: Annotated[
-        str,
-        option("With --indicator: kernels to score, separated by commas.", metavar="KERNELS", show_default=True),
-    ] = "int8",
+        str | None,
+        option("With --indicator: kernels to score, separated by commas (default: int8).", metavar="KERNELS"),
+    ] = None,
     report: ReportOption = None,
 ) -> None:
     """Quantize one site at a time, measure the error of the outputs and the loss, and suggest a better plan.
@@ -54,9 +55,11 @@ def score(
     if indicator is not None:  # indicators use the float model
         given = {f"--{name.replace('_', '-')}": value for name, value in choices.items()}
         exclude("--indicator", {"--backend": backend, "--plan": plan, **given, "--report": report})
+    else:
+        _require_indicator(formats, output)
     found = open_workload(out, workload)
     if indicator is not None:
-        names = [text.strip() for text in formats.split(",") if text.strip()]
+        names = [text.strip() for text in (formats or "int8").split(",") if text.strip()]
         with out.progress(f"{indicator} of {', '.join(names)}"):
             scores = score_workload_operators(found, indicator, names, samples=samples)
         if output is not None:
@@ -76,3 +79,23 @@ def score(
             **choices,
         )
     out.show(result, output=output, most=top)
+
+
+def _require_indicator(formats: str | None, output: Path | None) -> None:
+    """Without --indicator, sites are scored and the output is a plan."""
+    if formats is not None:
+        raise BitwrightError(
+            "--formats names kernels, which only --indicator scores",
+            where="--formats",
+            value=formats,
+            fix="add --indicator gradient-variance; or leave --formats out to score the sites of a plan",
+            code="option-missing",
+        )
+    if output is not None and output.suffix == ".json":
+        raise BitwrightError(
+            "without --indicator, the output is the suggested plan, a YAML file",
+            where="--output",
+            value=str(output),
+            fix="write -o better.yaml, or add --indicator gradient-variance to write scores",
+            code="wrong-suffix",
+        )

@@ -163,6 +163,8 @@ class PlanError(BitwrightError):
     def __init__(self, problems: Sequence[Problem], *, title: str = "the plan has problems") -> None:
         self.problems = list(problems)
         self.title = title
+        self.plan: Any = None
+        """The valid part of a plan file with problems, to find further problems with the model."""
         lines = "\n".join(f"  - {words}" for words in _grouped(self.problems))
         Exception.__init__(self, f"{title} ({len(self.problems)}):\n{lines}")
 

@@ -22,13 +22,14 @@ def size(count: int) -> str:
     return f"{value:.1f} {units[0]}" if units[0] != "B" else f"{count} B"
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: float, noun: str) -> str:
     """A number with its noun.
 
-    >>> counted(1, "epoch"), counted(2, "epoch")
-    ('1 epoch', '2 epochs')
+    >>> counted(1, "epoch"), counted(2000, "epoch"), counted(1.5, "minute")
+    ('1 epoch', '2,000 epochs', '1.5 minutes')
     """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    shown = f"{number:,}" if isinstance(number, int) else f"{number:g}"
+    return f"{shown} {noun}{'' if number == 1 else 's'}"
 
 
 def metric_value(metric: str, value: float) -> str:

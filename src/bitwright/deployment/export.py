@@ -20,7 +20,7 @@ from bitwright.core.arguments import strict
 from bitwright.core.environment import quiet
 from bitwright.core.errors import ExportError, PlanError, Problem, log_warnings
 from bitwright.core.files import write_text
-from bitwright.core.registry import ARTEFACTS
+from bitwright.core.registry import ARTEFACTS, RUNTIMES
 from bitwright.core.tensor_tree import as_call, batch_size, eval_mode
 from bitwright.deployment.artefacts.base import KEYS, KIND, QDQ, Sidecar, write_plain
 from bitwright.deployment.artefacts.weights import WeightFile, integer_weights, weight_file
@@ -97,6 +97,7 @@ def export(
     kind = artefact or default_artefact(attachment)
     if (writer := weight_file(kind)) is not None:
         return _export_weights(model, path, kind, writer)
+    path = onnx_path(path)
     sidecar = _sidecar(kind)
     for problem in unexportable(model, kind):
         raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix, code=problem.code)
@@ -143,6 +144,21 @@ def _export_weights(model: nn.Module, path: Path, kind: str, writer: WeightFile)
         outputs=(),
         kind=kind,
     )
+
+
+def onnx_path(path: str | Path) -> Path:
+    """The path of an ONNX file. The suffix of an artefact determines its runtime, so that others are errors."""
+    path = Path(path)
+    if path.suffix == ".onnx":
+        return path
+    own = {RUNTIMES.get(name).suffix: name for name in RUNTIMES.names()}
+    name = own.get(path.suffix)
+    if name is not None:
+        what = f"this function writes ONNX, and {path.suffix} is read by {name}"
+        fix = f'bitwright.export_workload(workload, "{path.name}", saved), or `bitwright export`, writes it'
+    else:
+        what, fix = "the suffix of the artefact is unknown", f"end its name with .onnx: {path.stem}.onnx"
+    raise ExportError(what, where=str(path), value=path.suffix, fix=fix, code="unknown-suffix")
 
 
 def _export(
@@ -245,7 +261,7 @@ def export_float(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_bat
     >>> path.name
     'model.onnx'
     """
-    path = Path(path)
+    path = onnx_path(path)
     args, kwargs = as_call(inputs)
     with replacing_onnx(path) as (temporary, data):
         write = partial(_export_float, model, temporary, data, args, kwargs)

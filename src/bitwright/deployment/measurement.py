@@ -34,6 +34,23 @@ from bitwright.quantizers import prepare, quantizers_of
 Name = TypeVar("Name", bound=Hashable)
 
 
+UNSURE = 0.5
+"""The interquartile range, relative to the median, above which a median is too unsure to compare it."""
+TOO_BUSY = "this machine is too busy to tell"
+
+
+def relative_spread(values: Sequence[float]) -> float:
+    """The interquartile range relative to the median.
+
+    >>> relative_spread([0.5, 0.52, 0.48, 0.51, 9.0]) < UNSURE, relative_spread([0.5, 2.0, 11.0, 0.7, 4.0]) > UNSURE
+    (True, True)
+    """
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle if middle else 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Latency:
     """Latency of one callable in milliseconds: the median (p50) and other percentiles."""
@@ -43,16 +60,25 @@ class Latency:
     p90_ms: float
     p99_ms: float
     runs: int
+    spread: float = 0.0
+    """The interquartile range relative to the median. Above `UNSURE`, a comparison of medians is unreliable."""
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Latency:
         """Percentiles of measured milliseconds, interpolated between the measurements.
 
         >>> Latency.of([1.0, 2.0, 4.0])
-        Latency(median_ms=2.0, p10_ms=1.2, p90_ms=3.6, p99_ms=3.96, runs=3)
+        Latency(median_ms=2.0, p10_ms=1.2, p90_ms=3.6, p99_ms=3.96, runs=3, spread=0.75)
         """
         cuts = quantiles(times, n=100, method="inclusive") if len(times) > 1 else [times[0]] * 99
-        return cls(median_ms=median(times), p10_ms=cuts[9], p90_ms=cuts[89], p99_ms=cuts[98], runs=len(times))
+        return cls(
+            median_ms=median(times),
+            p10_ms=cuts[9],
+            p90_ms=cuts[89],
+            p99_ms=cuts[98],
+            runs=len(times),
+            spread=relative_spread(times),
+        )
 
 
 @strict

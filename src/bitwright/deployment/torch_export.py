@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import re
+import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from logging import CRITICAL
 from types import CodeType
 from typing import Any
 
@@ -16,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from bitwright.core.environment import quiet
 from bitwright.core.errors import ExportError, Problem, line_of
 from bitwright.core.tensor_tree import batch_size, call_copied, eval_mode, map_tensors, tensors_in
 from bitwright.deployment.dynamic_axes import Axis, free_axes, sizes_by_symbol, with_named_sizes
@@ -124,12 +129,44 @@ def _marking(attachment: Attachment) -> Iterator[None]:
             holder.marking = False
 
 
+class _Held(io.StringIO):
+    """Keeps what this thread prints. Other threads, such as that of a progress bar, print as before."""
+
+    def __init__(self, usual: Any) -> None:
+        super().__init__()
+        self.usual, self.thread = usual, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        other = threading.get_ident() != self.thread
+        return int(self.usual.write(text)) if other else super().write(text)
+
+    def forget(self) -> None:
+        """Discard what was printed so far."""
+        self.seek(0)
+        self.truncate()
+
+
+@contextlib.contextmanager
+def _stderr_on_success() -> Iterator[_Held]:
+    """Hold back what is printed to stderr until tracing succeeds: if it fails, torch prints the whole program."""
+    held = _Held(sys.stderr)
+    with contextlib.redirect_stderr(held):
+        yield held
+    held.usual.write(held.getvalue())
+
+
 def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool) -> Exported:
     """Run `torch.export`, with a dynamic batch if the model's code allows it."""
     # Clone, because views of one tensor would be traced as dependent inputs.
     args, kwargs = map_tensors((args, kwargs), Tensor.clone)
     flat = _needs_flattening(args, kwargs)
-    with _tensors_only(bare(model), args, kwargs, flat) as (forward, feed), torch.no_grad(), warnings.catch_warnings():
+    with (
+        _tensors_only(bare(model), args, kwargs, flat) as (forward, feed),
+        torch.no_grad(),
+        warnings.catch_warnings(),
+        quiet("torch", level=CRITICAL),  # torch logs tens of lines before it raises what is reported below
+        _stderr_on_success() as held,
+    ):
         sizes = forward.__dict__["forward"].sizes
         warnings.simplefilter("ignore")  # torch's internal warnings; failures raise
         noted: tuple[Problem, ...] = ()
@@ -153,6 +190,7 @@ def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                     return Exported(program=program, axes=axes, args=wide[0], kwargs=wide[1], flat=flat, warnings=noted)
                 reason = "the model's code depends on the batch size"
             except Exception as error:
+                held.forget()
                 reason = with_named_sizes(reason_of(error), sizes)
             noted = (fixed_batch(reason, batch_size((args, kwargs))),)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -57,9 +58,46 @@ def parse_plan(text: str, *, where: str) -> Plan:
     try:
         file = PlanFile.model_validate(data)
     except ValidationError as error:
-        raise PlanError(_problems(error), title=f"{where} has problems") from error
+        raise _schema_error(data, error, where) from error
     problems: list[Problem] = []
-    plan = Plan(
+    plan = _plan(file, problems)
+    if problems:
+        raise _error(problems, where, plan)
+    return plan
+
+
+def _schema_error(data: dict[str, Any], error: ValidationError, where: str) -> PlanError:
+    """All problems of the file: those of the schema, and those of the entries that conform to it."""
+    problems, valid = _problems(error), copy.deepcopy(data)
+    for one in error.errors(include_url=False, include_context=False, include_input=False):
+        _remove(valid, one["loc"])
+    try:
+        file = PlanFile.model_validate(valid)
+        plan = _plan(file, more := [])
+    except (ValidationError, BitwrightError):
+        return PlanError(problems, title=f"{where} has problems")
+    known = {problem.where for problem in problems}
+    problems += [problem for problem in (*more, *plan.validate()) if problem.where not in known]
+    return _error(problems, where, plan)
+
+
+def _remove(data: Any, path: tuple[Any, ...]) -> None:
+    """Remove an invalid value: of an entry in a section, the whole entry, unless it is a key that doesn't exist."""
+    section = data.get(path[0]) if path else None
+    if len(path) > 1 and isinstance(section, dict) and path[0] != "devices":
+        section.pop(path[1], None)
+    elif path:
+        data.pop(path[0], None)
+
+
+def _error(problems: list[Problem], where: str, plan: Plan) -> PlanError:
+    error = PlanError(problems, title=f"{where} has problems")
+    error.plan = plan
+    return error
+
+
+def _plan(file: PlanFile, problems: list[Problem]) -> Plan:
+    return Plan(
         sites=_specs(file.sites, "", problems),
         fold={n: e if isinstance(e, str) else FoldSpec(**e.model_dump()) for n, e in file.fold.items()},
         float=file.float,
@@ -77,9 +115,6 @@ def parse_plan(text: str, *, where: str) -> Plan:
         backend=file.backend,
         model=file.model,
     )
-    if problems:
-        raise PlanError(problems, title=f"{where} has problems")
-    return plan
 
 
 # pydantic adds the class names of union branches to its paths; users don't know them

@@ -165,7 +165,8 @@ class Plan(Summarized):
             "device types": len(self.devices),
         }
         listed = ", ".join(f"{count} {what}" for what, count in content.items() if count)
-        return f"<Plan {self.model or 'of any model'} for {self.backend or 'any backend'}: {listed or 'empty'}>"
+        name = f"Plan {self.model}" if self.model else "Plan"
+        return f"<{name} for {self.backend or 'any backend'}: {listed or 'empty'}>"
 
     def summary(self) -> Iterator[Table | str]:
         """The format of each site, and the reason."""

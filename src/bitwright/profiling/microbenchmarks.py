@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from bitwright.core.formats import Format
 from bitwright.core.registry import KERNELS, QUANTIZERS
+from bitwright.deployment.measurement import TOO_BUSY, UNSURE, relative_spread
 from bitwright.graph.operators import channel_axis, reduction_axis
 from bitwright.plan import ComputeSpec, SiteSpec
 from bitwright.profiling.device_profile import CastCost, Line, TensorsCost
@@ -270,8 +271,6 @@ WIDTH, BATCH = 768, 1024
 _FEW = 64  # samples of the first measurement
 _TOO_SLOW = 4.0  # ratio to FP32 on few samples above which the kernel isn't measured further
 _TURNS, _MORE = 5, 15  # turns, and the total if the first ones differ too much
-_UNSURE = 0.5  # interquartile range of ratios, relative to the median, that is too wide
-TOO_BUSY = "this machine is too busy to tell"
 
 Run = Callable[..., Any]
 
@@ -366,8 +365,7 @@ def judge(name: str, ratios: list[float]) -> KernelSpeed:
     >>> judge("int8", [0.5, 2.0, 11.0, 0.7, 4.0]).doubt
     'this machine is too busy to tell'
     """
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    spread = (high - low) / middle
-    if spread > _UNSURE:
+    spread = relative_spread(ratios)
+    if spread > UNSURE:
         return KernelSpeed(kernel=name, spread=spread, doubt=TOO_BUSY)
-    return KernelSpeed(kernel=name, of_float=middle, spread=spread)
+    return KernelSpeed(kernel=name, of_float=statistics.median(ratios), spread=spread)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
 from logging import getLogger
 from pathlib import Path
@@ -263,6 +263,8 @@ def quantize(
         if plan is None
         else resolve_for_backend(plan, table, graph, name=name)
     )
+    if name is not None:
+        plan = replace(plan, model=name)
     known = plan_warnings(graph, plan)
     log_warnings(known)
     backup = Backup(model) if wanted else None

@@ -178,7 +178,7 @@ def report(runs: Any, path: str | Path) -> Record:
     _writer(path)  # before any file is read
     given = list(runs) if isinstance(runs, Iterable) and not isinstance(runs, str | BaseModel) else [runs]
     found = [_read(run) for run in given]
-    workload = next((record.workload for _, record in found if record.workload), "model")
+    workload = next((record.workload for _, record in found if record.workload), None) or _class_name(given) or "model"
     named = [(title, record if record.workload else _renamed(record, workload)) for title, record in found]
     record = join([record for _, record in named], [title for title, _ in named])
     write_page(record, path)
@@ -225,7 +225,7 @@ def _record(run: Any) -> Record | None:
         case Record():
             return run
         case Quantized():
-            name = run.plan.model or type(run.model).__name__
+            name = run.plan.model or ""
             return make_record(run, [run.example], workload=name, distance=run.distance, warnings=run.warnings)
         case Tuned():
             metric = next((name for name in run.outcome.metrics if name != "n"), "")
@@ -243,7 +243,13 @@ def _record(run: Any) -> Record | None:
 
 
 def _renamed(record: Record, workload: str) -> Record:
-    return record.model_copy(update={"workload": workload, "title": workload})
+    title = f"{workload} for {record.backend}" if record.sites else workload
+    return record.model_copy(update={"workload": workload, "title": title})
+
+
+def _class_name(runs: Iterable[Any]) -> str | None:
+    """The class of the first quantized model, for results without a name."""
+    return next((type(run.model).__name__ for run in runs if isinstance(run, Quantized)), None)
 
 
 def write_row_report(row: FinishedRow, folder: Path) -> None:

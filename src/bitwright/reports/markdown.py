@@ -68,7 +68,7 @@ def _measured(record: Record) -> Iterable[str]:
                 str(t.batch),
                 str(t.threads),
                 *_ms(t.median_ms, t.p10_ms, t.p90_ms),
-                f"{t.ratio:.2f}×",
+                f"{t.ratio:.2f}×{t.doubt_text}",
             )
             for t in record.timings
         ]
@@ -103,7 +103,7 @@ def _measured(record: Record) -> Iterable[str]:
                 o.created,
                 "" if o.accuracy is None else o.accuracy.text,
                 "" if o.size is None else formatting.size(o.size.bytes),
-                "" if o.timing is None else f"{o.timing.ratio:.2f}×",
+                "" if o.timing is None else f"{o.timing.ratio:.2f}×{o.timing.doubt_text}",
             )
             for o in record.others
         ]
@@ -171,6 +171,7 @@ def _verbs(record: Record) -> Iterable[str]:
         verdict = {True: "the goal holds", False: "the goal is missed", None: "no goal was checked"}[found.met_goal]
         yield f"## Tuning by {escaped(found.strategy)}"
         yield f"{escaped(found.goal)}: {verdict}. Ended: {escaped(found.stopped_because)}."
+        yield from (f"- {escaped(note)}" for note in found.notes)
         heads = ["#trial", "passes", f"#{found.metric}", "#latency", "#size", "Pareto", "candidate"]
         rows = [
             (
@@ -200,7 +201,8 @@ def _verbs(record: Record) -> Iterable[str]:
         heads = ["runtime", "variant", "#batch", "#latency", "#of float"]
         timings = [t for one in record.comparison.runtimes for t in one.timings]
         yield table(
-            heads, [(t.runtime, t.variant, str(t.batch), *_ms(t.median_ms), f"{t.ratio:.2f}×") for t in timings]
+            heads,
+            [(t.runtime, t.variant, str(t.batch), *_ms(t.median_ms), f"{t.ratio:.2f}×{t.doubt_text}") for t in timings],
         )
 
 

@@ -200,7 +200,7 @@ def _latency_card(record: Record) -> Iterator[Card]:
     if quantized:
         one = quantized[0]
         alike = [t for t in quantized if (t.runtime, t.threads) == (one.runtime, one.threads)]
-        lines = [f"{t.ratio:.2f}× float, batch {t.batch}" for t in alike]
+        lines = [f"{t.ratio:.2f}× float, batch {t.batch}{t.doubt_text}" for t in alike]
         lines.append(f"{one.runtime}, {formatting.counted(one.threads, 'thread')}")
         yield Card(title=f"Latency, batch {one.batch}", value=f"{one.median_ms:.3g} ms", lines=lines)
         return
@@ -229,7 +229,10 @@ def _tuning_card(record: Record) -> Iterator[Card]:
         return
     value = {True: "✓ holds", False: "✗ missed", None: "not checked"}[tuning.met_goal]
     tone = {True: "good", False: "bad", None: ""}[tuning.met_goal]
-    lines = [tuning.goal, f"{len(tuning.trials)} trials, {tuning.full_evaluations} whole evaluations"]
+    trials = formatting.counted(len(tuning.trials), "trial")
+    lines = [tuning.goal, f"{trials}, {formatting.counted(tuning.full_evaluations, 'whole evaluation')}"]
+    if any(trial.best and (trial.latency_ratio or 0.0) >= 1.0 for trial in tuning.trials):
+        lines.append("the float model is faster")
     yield Card(title="Goal", value=value, lines=lines, tone=tone)
 
 

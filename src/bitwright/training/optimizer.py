@@ -30,8 +30,8 @@ __all__ = [
     "Recipe",
     "build_optimizer",
     "group_by_kind",
-    "learning_rate_factor",
     "learned_parameter_problems",
+    "learning_rate_factor",
     "make_optimizer",
 ]
 

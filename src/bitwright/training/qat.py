@@ -441,7 +441,9 @@ def _quantized(
         plan = Plan.from_yaml(ranks.tell(text), where="rank 0's plan")
         batches = chain(first, batches)
     if plan is not None:
-        return quantize(model, batches, backend=backend, plan=plan, example=example, progress=progress, measure=False)
+        return quantize(
+            model, batches, backend=backend, plan=plan, example=example, name=name, progress=progress, measure=False
+        )
     return quantize(
         model, batches, backend=backend, example=example, name=name, progress=progress, measure=False, **choices
     )

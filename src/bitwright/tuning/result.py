@@ -80,14 +80,22 @@ class Tuned(display.Summarized):
         return [name for name in self.outcome.metrics if name != "n"]
 
     @property
+    def slower_than_float(self) -> bool:
+        """Whether the best quantized model takes at least as long as the float model."""
+        ratio = self.outcome.latency_ratio
+        return self.quantized is not None and ratio is not None and ratio >= 1.0
+
+    @property
     def _verdict(self) -> str:
-        return {True: "goal met", False: "goal missed", None: "no goal was checked"}[self.met_goal]
+        verdict = {True: "goal met", False: "goal missed", None: "no goal was checked"}[self.met_goal]
+        return f"{verdict}, but float is faster" if self.slower_than_float else verdict
 
     def __repr__(self) -> str:
         best = [f"{name} {formatting.metric_value(name, self.outcome.metrics[name])}" for name in self._metrics]
         if self.outcome.latency_ratio is not None:
             best.append(f"{self.outcome.latency_ratio:.2f}× latency")
-        return f"<Tuned {self.workload}: {', '.join([self._verdict, *best, f'{len(self.history)} trials'])}>"
+        trials = formatting.counted(len(self.history), "trial")
+        return f"<Tuned {self.workload}: {', '.join([self._verdict, *best, trials])}>"
 
     def summary(self) -> Iterator[display.Table | str]:
         """The best trials, the comparison with float and the verdict."""
@@ -119,7 +127,8 @@ class Tuned(display.Summarized):
         if self.quantized is None and self.met_goal:
             yield "the float model is the best candidate; no artefact was written"
         yield f"{self._verdict}: {self.outcome.text}; {self.candidate}"
-        yield f"{len(self.history)} trials, {self.full_evaluations} whole evaluations"
+        trials = formatting.counted(len(self.history), "trial")
+        yield f"{trials}, {formatting.counted(self.full_evaluations, 'whole evaluation')}"
 
     def failures(self) -> list[str]:
         """By how much the goal was missed."""

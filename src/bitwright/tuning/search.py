@@ -14,6 +14,7 @@ import torch
 from bitwright.backends import Choices
 from bitwright.core.errors import BitwrightError, TrainError
 from bitwright.core.files import disk_error, fingerprint
+from bitwright.core.formatting import counted
 from bitwright.core.interrupts import current_stop, safe_point
 from bitwright.core.task_store import Study
 from bitwright.core.task_store import open_study as open_any
@@ -368,7 +369,7 @@ class StrategyRunner:
         minutes = self.budget.minutes
         over = minutes is not None and self.study.spent() >= 60 * minutes
         if over:
-            self.why = f"the budget of {minutes:g} minutes is spent"
+            self.why = f"the budget of {counted(minutes, 'minute')} is spent"
         return over
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from itertools import chain
@@ -48,6 +49,7 @@ STUDY = "study.db"  # in the output folder, unless a store is given
 _RECORDED = 16
 _HEAT = 3  # finalists that are timed again, in alternation
 _CLOSE = 1.1  # maximum objective of finalists, relative to the best
+_OVERRUN = 1.1  # a smaller overrun of the budget, relative to it, isn't mentioned
 _NOISE = 1.03
 
 
@@ -113,6 +115,7 @@ def tune(
     search_by: Strategy = STRATEGIES.get(strategy)
     table = find_backend(backend)
     tell = phases(progress)
+    begun = time.perf_counter()
     place = None if output is None else Path(output)
     writers: list[Callable[[Tuned, Path], None]] = []
     with ExitStack() as stack:
@@ -168,7 +171,7 @@ def tune(
                     if evaluator.runtime is not None:
                         tell("exporting the float model")
                         _ = evaluator.float_artefact  # write it while the model is float
-                    run = _StudyRun(workload, evaluator, candidates, baseline, study, budget, tell)
+                    run = _StudyRun(workload, evaluator, candidates, baseline, study, budget, tell, begun=begun)
                     result = run(search_by, strategy, seed)
             if place is not None:
                 tell("saving")
@@ -193,7 +196,10 @@ class _StudyRun:
         study: TuningStudy,
         budget: Budget,
         tell: Callable[[str], None],
+        *,
+        begun: float,
     ) -> None:
+        self.begun = begun
         self.workload, self.evaluator, self.space, self.baseline = workload, evaluator, space, baseline
         self.study, self.budget, self.tell = study, budget, tell
         self.notes: list[str] = []
@@ -218,6 +224,8 @@ class _StudyRun:
                 code="budget-too-small",
             )
         best, outcome, quantized, on_runtime = self._choose_result(history)
+        paired = self._paired(quantized is None)
+        self._note_overrun()
         return Tuned(
             workload=self.workload.name,
             metric=self.workload.metric,
@@ -234,8 +242,17 @@ class _StudyRun:
             history=history,
             stopped_because=explorer.why,
             notes=(*self.notes, *_notes(self.baseline, self.evaluator, outcome)),
-            paired=self._paired(quantized is None),
+            paired=paired,
         )
+
+    def _note_overrun(self) -> None:
+        """Say by how much the whole search exceeded its budget."""
+        minutes, took = self.budget.minutes, (time.perf_counter() - self.begun) / 60
+        if minutes is not None and took > _OVERRUN * minutes:
+            self._note(
+                f"the search took {took:.2g} minutes with a budget of {minutes:g}: the budget ends the search between "
+                "trials, and excludes the float model's evaluation and the rebuilding of the best model"
+            )
 
     def _finished(self, asked: TrialRecord) -> None:
         """Remove the PTQ state of a candidate, because the study now contains its outcome."""

@@ -16,6 +16,7 @@ from bitwright.core.registry import ARTEFACTS, RUNTIMES
 from bitwright.deployment import Artefact, Check, Runtime, check, default_runtime, export, export_float, open_runtime
 from bitwright.deployment import readers as runtimes_that_read
 from bitwright.deployment.artefacts.weights import weight_file
+from bitwright.deployment.export import onnx_path
 from bitwright.deployment.onnx_files import stored_bytes
 from bitwright.ptq.quantize import SavedModel, load_prepared
 from bitwright.workload import Workload, open_workload
@@ -85,6 +86,8 @@ def export_workload(
         begin("exporting")
         made = export(found.model, path, found.inputs, artefact=artefact)
         return ExportedFile(path=path, bytes=made.bytes, artefact=made)
+    if path.suffix not in {RUNTIMES.get(name).suffix for name in RUNTIMES.names()}:
+        path = onnx_path(path)  # raises
     if path.suffix != ".onnx" and (own := runtimes_that_read(path)) != runtimes_that_read(Path("model.onnx")):
         return _export_for(own[0], workload, path, saved, progress)
     written = None

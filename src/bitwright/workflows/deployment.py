@@ -11,6 +11,7 @@ from typing import Any
 
 from bitwright.backends import DEFAULT_BACKEND, DEFAULT_RUNTIME
 from bitwright.backends import backend as find_backend
+from bitwright.bench.comparison import unreliable_latency
 from bitwright.core import formatting
 from bitwright.core.arguments import strict
 from bitwright.core.display import Summarized, Table
@@ -224,6 +225,8 @@ def finish(
     if distance is None:
         distance = measure_distance(quantized.model, next(iter(probes(workload))))
         log_warnings(distance.warnings)
+    unreliable = unreliable_latency(measured)
+    log_warnings(unreliable)
     record = make_record(
         quantized,
         first(probes(workload), _SAMPLES),
@@ -235,7 +238,7 @@ def finish(
         parities=[parity(check) for check in checks],
         histograms=histograms,
         distance=distance,
-        warnings=_warnings(quantized, written, checks, distance),
+        warnings=(*_warnings(quantized, written, checks, distance), *unreliable),
     ).model_copy(update=parts)
     write_report(record, folder)
     return record

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support.problems import raises_problem
+from problems import raises_problem
 from tests.training.loops import common
 from torch import nn
 
