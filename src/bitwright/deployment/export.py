@@ -20,7 +20,7 @@ from bitwright.core.arguments import strict
 from bitwright.core.environment import quiet
 from bitwright.core.errors import ExportError, PlanError, Problem, log_warnings
 from bitwright.core.files import write_text
-from bitwright.core.registry import ARTEFACTS, RUNTIMES
+from bitwright.core.registry import ARTEFACTS
 from bitwright.core.tensor_tree import as_call, batch_size, eval_mode
 from bitwright.deployment.artefacts.base import KEYS, KIND, QDQ, Sidecar, write_plain
 from bitwright.deployment.artefacts.weights import WeightFile, integer_weights, weight_file
@@ -28,6 +28,7 @@ from bitwright.deployment.dynamic_axes import frozen_size
 from bitwright.deployment.onnx_files import replacing_onnx, save_onnx, stored_bytes, text_digest, write_digests
 from bitwright.deployment.onnx_translation import fold_constants, to_float32, translations
 from bitwright.deployment.qdq import OPSET, Counts, Recorded, write_qdq
+from bitwright.deployment.runtimes.base import suffixes
 from bitwright.deployment.torch_export import Exported, export_program, fixed_batch, reason_of, trace
 from bitwright.quantizers import Attachment, attachment_of
 from bitwright.quantizers.state import parameter_problems, state_problems
@@ -151,8 +152,7 @@ def onnx_path(path: str | Path) -> Path:
     path = Path(path)
     if path.suffix == ".onnx":
         return path
-    own = {RUNTIMES.get(name).suffix: name for name in RUNTIMES.names()}
-    name = own.get(path.suffix)
+    name = next((name for name, (own, _) in suffixes().items() if own == path.suffix), None)
     if name is not None:
         what = f"this function writes ONNX, and {path.suffix} is read by {name}"
         fix = f'bitwright.export_workload(workload, "{path.name}", saved), or `bitwright export`, writes it'

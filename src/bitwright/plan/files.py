@@ -71,9 +71,9 @@ def _schema_error(data: dict[str, Any], error: ValidationError, where: str) -> P
     problems, valid = _problems(error), copy.deepcopy(data)
     for one in error.errors(include_url=False, include_context=False, include_input=False):
         _remove(valid, one["loc"])
+    more: list[Problem] = []
     try:
-        file = PlanFile.model_validate(valid)
-        plan = _plan(file, more := [])
+        plan = _plan(PlanFile.model_validate(valid), more)
     except (ValidationError, BitwrightError):
         return PlanError(problems, title=f"{where} has problems")
     known = {problem.where for problem in problems}

@@ -368,7 +368,7 @@ class StrategyRunner:
     def _out_of_time(self) -> bool:
         minutes = self.budget.minutes
         over = minutes is not None and self.study.spent() >= 60 * minutes
-        if over:
+        if over and minutes is not None:
             self.why = f"the budget of {counted(minutes, 'minute')} is spent"
         return over
 

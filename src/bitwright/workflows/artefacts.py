@@ -18,6 +18,7 @@ from bitwright.deployment import readers as runtimes_that_read
 from bitwright.deployment.artefacts.weights import weight_file
 from bitwright.deployment.export import onnx_path
 from bitwright.deployment.onnx_files import stored_bytes
+from bitwright.deployment.runtimes.base import suffixes
 from bitwright.ptq.quantize import SavedModel, load_prepared
 from bitwright.workload import Workload, open_workload
 from bitwright.workload.data import probes, rebatched
@@ -86,7 +87,7 @@ def export_workload(
         begin("exporting")
         made = export(found.model, path, found.inputs, artefact=artefact)
         return ExportedFile(path=path, bytes=made.bytes, artefact=made)
-    if path.suffix not in {RUNTIMES.get(name).suffix for name in RUNTIMES.names()}:
+    if path.suffix not in {own for own, _ in suffixes().values()}:
         path = onnx_path(path)  # raises
     if path.suffix != ".onnx" and (own := runtimes_that_read(path)) != runtimes_that_read(Path("model.onnx")):
         return _export_for(own[0], workload, path, saved, progress)

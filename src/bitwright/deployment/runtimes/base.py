@@ -268,7 +268,7 @@ def open_runtime(name: str, path: str | Path, *, threads: int | None = None) -> 
     if not path.is_file():
         fix = f"pass the path of an exported {kind.suffix} file"
         raise ArtefactError("the artefact doesn't exist", where=str(path), fix=fix, code="no-such-artefact")
-    others = [other for other, (suffix, _) in _suffixes().items() if suffix == path.suffix]
+    others = [other for other, (suffix, _) in suffixes().items() if suffix == path.suffix]
     if others and path.suffix != kind.suffix:
         what = f"{name} reads {kind.suffix} files, but this is a file of {' and '.join(others)}"
         fix = f"check it on {others[0]} (--runtime {others[0]})"
@@ -318,7 +318,7 @@ def available_runtimes() -> dict[str, str | None]:
     return found
 
 
-def _suffixes() -> dict[str, tuple[str | None, str | None]]:
+def suffixes() -> dict[str, tuple[str | None, str | None]]:
     """The file suffix of each runtime (None if its plugin is broken), and why it isn't available, or None."""
     found: dict[str, tuple[str | None, str | None]] = {}
     for name, problem in available_runtimes().items():
@@ -334,7 +334,7 @@ def readers(path: Path) -> list[str]:
 
     Raises an error if no runtime for this file is available.
     """
-    known = _suffixes()
+    known = suffixes()
     suffix = path.suffix if path.suffix in {own for own, _ in known.values()} else ".onnx"
     problems = {name: problem for name, (own, problem) in known.items() if own == suffix}
     usable = [name for name, problem in problems.items() if problem is None]
