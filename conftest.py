@@ -11,11 +11,16 @@ import faulthandler
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import pytest
 import pytest_timeout
 
 import bitwright
+
+# These modules import Triton, which is an extra.
+_TRITON = ("quantization", "gemm", "convolution")
+collect_ignore = [] if find_spec("triton") else [f"src/bitwright/kernels/triton/{name}.py" for name in _TRITON]
 
 _STDERR = pytest.StashKey[int]()
 

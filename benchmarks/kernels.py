@@ -26,7 +26,7 @@ from bitwright.cluster import Cluster
 from bitwright.cluster.cluster_cost_model import ClusterCostModel
 from bitwright.cluster.planners import fastest
 from bitwright.kernels import products
-from bitwright.kernels.products import FULL
+from bitwright.kernels.codes import FULL
 from bitwright.plan import ComputeSpec
 from bitwright.profiling import Variant, halves, profile_variants, record_step
 from bitwright.zoo.networks import ResNet20

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         tune_workload,
     )
     from bitwright.workflows.doctor import diagnose, list_plugins
+    from bitwright.workflows.gpu_doctor import diagnose_gpu
     from bitwright.workload import Workload, evaluate, load_workload
 
 # Names are fetched when they are first used: `bitwright --help` shouldn't wait seconds for torch.
@@ -135,6 +136,7 @@ _HOMES = {
     ),
     "bitwright.importers.tables": ("list_keys",),
     "bitwright.workflows.doctor": ("diagnose", "list_plugins"),
+    "bitwright.workflows.gpu_doctor": ("diagnose_gpu",),
     "bitwright.workload": (
         "Workload",
         "load_workload",
@@ -196,6 +198,7 @@ __all__ = [
     "compile_arithmetic",
     "deploy",
     "diagnose",
+    "diagnose_gpu",
     "evaluate",
     "export",
     "export_float",

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from bitwright.kernels.products import EXACT, FULL, TINY, Signed, encode, encode_columns, encode_rows, signed_bytes
+from bitwright.kernels.codes import EXACT, FULL, TINY, Signed, encode, encode_columns, encode_rows, signed_bytes
 
 arrays = hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=20), elements=st.floats(-1e4, 1e4, width=32))
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bitwright.kernels import products
+from bitwright.kernels.codes import EXACT, encode, encode_rows
 from bitwright.kernels.int8 import Int8
-from bitwright.kernels.products import EXACT, encode, encode_rows
 
 LIMIT = products.limit()
 
@@ -56,5 +56,5 @@ def test_only_cpus_take_a_few_rows_at_a_time() -> None:
 def test_what_really_runs_differs_by_kind_and_device() -> None:
     cuda = torch.device("cuda")
     assert Int8.missing_for("linear", cuda) is None
-    assert "CPUs only" in str(Int8.missing_for("conv2d", cuda))
+    assert "need Triton" in str(Int8.missing_for("conv2d", cuda))
     assert "mps" in str(Int8.missing_for("linear", torch.device("mps")))

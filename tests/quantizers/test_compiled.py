@@ -414,7 +414,7 @@ def test_a_model_that_writes_in_place_after_a_quantizer(counting: list[int]) -> 
 
 _DIGEST = """
 import hashlib, torch
-from bitwright.kernels.products import encode
+from bitwright.kernels.codes import encode
 torch.set_num_threads(1)
 x = torch.randn(32, 4100, generator=torch.Generator().manual_seed(0))
 codes = encode(x, signed=True)

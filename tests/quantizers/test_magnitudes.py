@@ -16,7 +16,7 @@ import bitwright as bw
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError
 from bitwright.core.formats import Format
 from bitwright.core.registry import OBSERVERS
-from bitwright.kernels.products import encode, encode_rows
+from bitwright.kernels.codes import encode, encode_rows
 from bitwright.quantizers import grid_from_range, quantizers_of
 from bitwright.quantizers.grid import SMALLEST, power_of_two
 

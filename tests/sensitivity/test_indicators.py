@@ -17,7 +17,7 @@ from bitwright import OperatorScores, capture, score_operators
 from bitwright.core.errors import CalibrationError
 from bitwright.core.registry import INDICATORS, KERNELS
 from bitwright.kernels import products
-from bitwright.kernels.products import encode
+from bitwright.kernels.codes import encode
 from bitwright.sensitivity import Subject
 from bitwright.sensitivity.error_injection import substitutable_operators, training_batch_norms
 from bitwright.sensitivity.indicators.gradient_variance import stochastic_variance

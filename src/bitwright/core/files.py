@@ -322,6 +322,12 @@ def replacing(path: Path, *, needed: int | None = None) -> Iterator[Path]:
             note_written(path)
 
 
+def cache_folder() -> Path:
+    """The folder for measurements that later runs use: `BITWRIGHT_CACHE`, or by default in the user's cache folder."""
+    named = os.environ.get("BITWRIGHT_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitwright"
+
+
 def write_text(path: Path, text: str) -> Path:
     """Write a text file atomically."""
     data = text.encode()

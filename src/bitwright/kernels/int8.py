@@ -12,8 +12,10 @@ from torch.autograd.function import once_differentiable
 from bitwright.graph import Op
 from bitwright.graph.operators import kind_of
 from bitwright.kernels import products
+from bitwright.kernels.codes import FULL, TINY, Codes, Signed, encode, encode_columns, encode_rows
 from bitwright.kernels.kernel import Convolution, Kernel, arguments, embedding_arguments, matmul_operands
-from bitwright.kernels.products import FULL, TINY, Codes, Signed, encode, encode_columns, encode_rows
+from bitwright.kernels.products import second_limit, turn
+from bitwright.kernels.triton import launch
 from bitwright.plan import ComputeSpec
 
 Run = TypeVar("Run", bound=Callable[..., Any])
@@ -31,16 +33,11 @@ def _seed(spec: ComputeSpec) -> int | None:
     return int(torch.randint(0, 2**31 - 1, ())) if spec.stochastic else None
 
 
-def second_limit(x: Tensor) -> int:
-    """The largest code of the second operand on this tensor's device."""
-    return products.limit() if x.device.type == "cpu" and products.missing() is None else FULL
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: ComputeSpec, simulate: bool) -> Tensor:
         codes = encode(x.reshape(-1, x.shape[-1]), whole=spec.per_tensor)
-        rows = encode_rows(weight, second_limit(x), whole=spec.per_tensor)
+        rows = encode_rows(weight, second_limit(x.device), whole=spec.per_tensor)
         ctx.save_for_backward(codes.values, codes.scales, weight)
         ctx.zero, ctx.spec, ctx.simulate = codes.zero, spec, simulate
         ctx.dtype, ctx.has_bias, ctx.shape = x.dtype, bias is not None, x.shape
@@ -68,7 +65,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             if turns:
                 codes = encode(flat, seed, signed=True, whole=spec.per_tensor)
-                turned = encode_columns(weight, second_limit(flat), whole=spec.per_tensor)
+                turned = encode_columns(weight, second_limit(flat.device), whole=spec.per_tensor)
                 left = products.linear(codes, turned, None, simulate=simulate)
             else:
                 left = flat @ weight.to(torch.float32)
@@ -80,7 +77,7 @@ class _Linear(torch.autograd.Function):
 
 def _for_weight(grad: Tensor, x: Codes, spec: ComputeSpec) -> Codes:
     """Encode the gradient for the weight's product. It sums over rows, so the scales of x are multiplied in first."""
-    return encode(grad * steps_of(x), _seed(spec), signed=True, limit=second_limit(grad), whole=True)
+    return encode(grad * steps_of(x), _seed(spec), signed=True, limit=second_limit(grad.device), whole=True)
 
 
 def steps_of(x: Codes) -> Tensor:
@@ -101,7 +98,7 @@ class _Conv2d(torch.autograd.Function):
     ) -> Tensor:
         ctx.last = _channels_last(x) or _channels_last(weight)
         codes = encode(x.contiguous(memory_format=torch.channels_last), whole=spec.per_tensor)
-        rows = encode_rows(weight, second_limit(x), whole=spec.per_tensor)
+        rows = encode_rows(weight, second_limit(x.device), whole=spec.per_tensor)
         ctx.save_for_backward(codes.values, codes.scales, weight)
         ctx.zero, ctx.spec, ctx.simulate, ctx.shape = codes.zero, spec, simulate, shape
         ctx.dtype, ctx.has_bias = x.dtype, bias is not None
@@ -118,12 +115,13 @@ class _Conv2d(torch.autograd.Function):
         grad = grad.to(torch.float32).contiguous(memory_format=torch.channels_last)
         wants = [*ctx.needs_input_grad[:2], ctx.has_bias and ctx.needs_input_grad[2]]
         left = right = below = None
-        turns = wants[0] and "input" in spec.backward and is_plain_convolution(stride, padding, dilation, weight)
-        weighs = wants[1] and "weight" in spec.backward and groups == 1
+        in_float = gradients_in_float(weight, *ctx.shape)
+        turns = wants[0] and "input" in spec.backward and "input" not in in_float
+        weighs = wants[1] and "weight" in spec.backward and "weight" not in in_float
         seed = _seed(spec) if turns else None
         # the input's gradient last: the decoded input, which is equally large, is freed by then
         if weighs:
-            shape = (weight.shape[2:], stride, padding, dilation)
+            shape = (weight.shape[2:], *ctx.shape)
             codes = _for_weight(grad, x, spec)
             right = products.conv2d_weight(codes, x, *shape, simulate=simulate).to(weight.dtype)
             del codes
@@ -148,9 +146,8 @@ class _Conv2d(torch.autograd.Function):
             below = found[2] if asked[2] else None
         if turns:
             codes = encode(grad, seed, signed=True, whole=spec.per_tensor)
-            turned = encode_rotated(weight, groups, second_limit(grad), whole=spec.per_tensor)
-            around = [d * (k - 1) - p for d, k, p in zip(dilation, weight.shape[2:], padding, strict=True)]
-            left = products.conv2d(codes, turned, None, (1, 1), around, dilation, groups, simulate=simulate)
+            turned = encode_rotated(weight, groups, second_limit(grad.device), whole=spec.per_tensor)
+            left = products.conv2d_input(codes, turned, values.shape[2:], *ctx.shape, simulate=simulate)
         return (None if left is None else _laid(left.to(ctx.dtype), ctx.last)), right, below, None, None, None
 
 
@@ -164,18 +161,15 @@ def _laid(x: Tensor, last: bool) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
-def is_plain_convolution(stride: Any, padding: Any, dilation: Any, weight: Tensor) -> bool:
-    """Whether the input's gradient is a plain convolution of the output's gradient (stride 1)."""
-    return all(s == 1 for s in stride) and all(
+def gradients_in_float(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> dict[str, str]:
+    """The gradients of a convolution that the device can't compute with codes, with the reason."""
+    if products.gradients_of_all_convolutions(weight.device):
+        return {}
+    plain = all(s == 1 for s in stride) and all(
         p <= d * (k - 1) for p, d, k in zip(padding, dilation, weight.shape[2:], strict=True)
-    )
-
-
-def turn(weight: Tensor, groups: int) -> Tensor:
-    """(out, in/groups, …) → (in, out/groups, …), with each kernel rotated by 180 degrees."""
-    out, per_group = weight.shape[:2]
-    parts = weight.view(groups, out // groups, per_group, *weight.shape[2:]).transpose(1, 2)
-    return parts.reshape(groups * per_group, out // groups, *weight.shape[2:]).flip(2, 3)
+    )  # the input's gradient is a plain convolution of the output's gradient
+    found = {} if plain else {"input": "strided, or with wide padding"}
+    return found if groups == 1 else {**found, "weight": "in groups"}
 
 
 def encode_rotated(weight: Tensor, groups: int, limit: int, *, whole: bool = False) -> Signed:
@@ -217,7 +211,7 @@ def _products(a: Tensor, b: Tensor, seed: int | None, spec: ComputeSpec, simulat
     """a · b over equal leading axes."""
     codes = encode(a.reshape(-1, a.shape[-1]), seed, whole=spec.per_tensor)
     columns = b.transpose(-1, -2)
-    others = encode_rows(columns.reshape(-1, b.shape[-2]), second_limit(a), whole=spec.per_tensor)
+    others = encode_rows(columns.reshape(-1, b.shape[-2]), second_limit(a.device), whole=spec.per_tensor)
     found = [
         products.linear(Codes(one, step, codes.zero), Signed(other, scales), None, simulate=simulate)
         for one, step, other, scales in zip(
@@ -277,22 +271,28 @@ class Int8(Kernel):
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
-        """Integer products use oneDNN on CPUs and cuBLAS on CUDA."""
-        if device.type == "cpu":
-            return products.missing()
-        return None if device.type == "cuda" else f"integer products are not available on {device.type}"
+        """Integer products use oneDNN on CPUs, Triton and cuBLAS on CUDA."""
+        if products.engine(device) is not None:
+            return None
+        return products.missing() if device.type == "cpu" else f"integer products are not available on {device.type}"
 
     @classmethod
     def missing_for(cls, kind: str, device: torch.device) -> str | None:
-        """Integer convolutions are available in oneDNN only."""
-        if device.type == "cuda" and kind.startswith("conv"):
-            return "integer convolutions run on CPUs only"
+        """cuBLAS alone multiplies few convolutions."""
+        if products.engine(device) == "cuBLAS" and kind.startswith("conv"):
+            reason = launch.missing(device)
+            return f"convolutions with groups, or with sizes that aren't multiples of 8, need Triton: {reason}"
         return cls.missing(device)
+
+    @classmethod
+    def engine(cls, device: torch.device) -> str | None:
+        """The library of the products."""
+        return products.engine(device)
 
     @classmethod
     def rounded(cls, weight: Tensor, kind: str, spec: ComputeSpec) -> Tensor:
         """Round with the codes of the forward product."""
-        limit = FULL if kind == "embedding" else second_limit(weight)
+        limit = FULL if kind == "embedding" else second_limit(weight.device)
         return encode_rows(weight, limit, whole=spec.per_tensor).float()
 
     @_uncompiled
@@ -319,9 +319,8 @@ class Int8(Kernel):
         if input.dim() < weight.dim():
             return self._conv(input[None], weight, *args, **named)[0]
         found = Convolution.of(input, weight, *args, **named)
-        plain = is_plain_convolution(found.stride, found.padding, found.dilation, weight)
-        self._stays("input", None if plain else "strided, or with wide padding")
-        self._stays("weight", None if found.groups == 1 else "in groups")
+        for product, reason in gradients_in_float(weight, *found.shape).items():
+            self._stays(product, reason)
         if weight.dim() == 3:  # treated as an image with one row
             shape = ((1, *found.stride), (0, *found.padding), (1, *found.dilation), found.groups)
             wide = (found.input[:, :, None], weight[:, :, None])
@@ -339,9 +338,9 @@ class Int8(Kernel):
         self._stays("weight", "a sum of rows")
         return _apply(_Embedding, *found, self.spec)
 
-    def _stays(self, product: str, reason: str | None) -> None:
+    def _stays(self, product: str, reason: str) -> None:
         """Record that a gradient's product can't be computed with codes."""
-        if reason is not None and product in self.spec.backward:
+        if product in self.spec.backward:
             self.floats[product] = reason
 
 

@@ -172,6 +172,11 @@ class Kernel(ABC):
         return cls.missing(device)
 
     @classmethod
+    def engine(cls, device: torch.device) -> str | None:
+        """The library that multiplies on this device; None: torch's own operators do."""
+        return None
+
+    @classmethod
     def rounded(cls, weight: Tensor, kind: str, spec: ComputeSpec) -> Tensor | None:
         """The weight as rounded by the forward product, for indicators that only use weights; None if unknown."""
         return None

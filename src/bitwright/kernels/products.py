@@ -1,160 +1,24 @@
-"""Encode float32 tensors as 8-bit codes, and multiply codes.
+"""Products of 8-bit codes, with integer instructions, or simulated in float with the same values.
 
-A code has a scale per row or per tensor, and is rounded to nearest or stochastically. A row is a sample or a token. The
-gradients of samples differ by orders of magnitude. With one scale for all of them, small gradients would be rounded to
-zero. Products run with integer instructions, or are simulated in float with the same values.
+oneDNN multiplies on CPUs, Triton and cuBLAS on CUDA devices. Triton has no 8-bit products for Turing: cuBLAS runs those
+of suitable sizes there, also convolutions, with the pixels of each window copied into a row.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bitwright.kernels.codes import EXACT, FULL, Codes, Signed, signed_bytes
+from bitwright.kernels.triton import launch
 from bitwright.quantizers.compiled import CompiledKernel as Compiled
-from bitwright.quantizers.compiled import dense, is_worthwhile
-from bitwright.quantizers.grid import SMALLEST
-
-FULL = 127
-TINY = SMALLEST
-"""The smallest scale, also used for zeros: the inverses of smaller scales exceed float32."""
-EXACT = 63
-"""The largest code of one operand if 8-bit products are summed in saturating pairs: 2·255·63 fits into int16."""
-
-
-@dataclass(frozen=True)
-class Codes:
-    """Unsigned codes. A value is (code − zero)·scale, with a scale for each row (the first axis) or one for all."""
-
-    values: Tensor
-    scales: Tensor
-    zero: int
-
-    @property
-    def steps(self) -> Tensor:
-        """The scales in a shape that broadcasts against the values."""
-        return self.scales.view(-1, *(1,) * (self.values.dim() - 1))
-
-    def float(self) -> Tensor:
-        """The decoded values."""
-        # torch vectorizes these passes; one compiled pass from bytes is slower
-        plain = self.values.to(torch.float32)
-        return (plain.sub_(self.zero) if self.zero else plain).mul_(self.steps)
-
-
-@dataclass(frozen=True)
-class Signed:
-    """Signed codes with a scale for each row (the first axis)."""
-
-    values: Tensor
-    scales: Tensor
-
-    def float(self) -> Tensor:
-        """The decoded values."""
-        return self.values.to(torch.float32) * self.scales.view(-1, *(1,) * (self.values.dim() - 1))
-
-
-def encode(
-    x: Tensor, seed: int | None = None, *, signed: bool = False, limit: int = FULL, whole: bool = False
-) -> Codes:
-    """Encode a tensor by the largest value of each row. Without negative values, all 255 levels are positive.
-
-    With a `seed`, rounding is stochastic and unbiased. `signed`: codes are centered at 128, within ±`limit`. `whole`:
-    one scale for all rows. Rows with NaN or infinity have the scale NaN.
-    """
-    x = x.detach().to(torch.float32)
-    if not x.numel():
-        return Codes(x.to(torch.uint8), x.new_ones(1), 128)
-    x = x if dense(x) else x.contiguous()
-    count = 1 if whole else x.shape[0]
-    rows = x.as_strided((count, x.numel() // count), (x.numel() // count, 1))  # in memory order
-    around = torch.tensor(float(limit) if signed else 0.0, device=x.device)
-    more = [] if seed is None else [torch.tensor(seed & 0x7FFFFFFF, device=x.device)]
-    values, scales, zero = _run(_NEAREST if seed is None else _STOCHASTIC, rows, around, *more)
-    return Codes(values.as_strided(x.shape, x.stride()), scales, int(zero))
-
-
-def encode_rows(x: Tensor, limit: int, *, whole: bool = False) -> Signed:
-    """Signed codes within ±`limit`, with a scale for each row of the first axis, or one for all (`whole`)."""
-    x = x.detach().to(torch.float32)
-    x = x if dense(x) else x.contiguous()
-    rows = x.as_strided((x.shape[0], x.numel() // x.shape[0]), (x.numel() // x.shape[0], 1))  # in memory order
-    values, scales = _run(_ROWS, rows, float(limit), whole)
-    return Signed(values.as_strided(x.shape, x.stride()), scales)
-
-
-def encode_columns(x: Tensor, limit: int, *, whole: bool = False) -> Signed:
-    """The codes of a matrix's columns, as rows of the transpose, without copying."""
-    x = x.detach().to(torch.float32).contiguous()
-    values, scales = _run(_COLUMNS, x, float(limit), whole)
-    return Signed(values.t(), scales)
-
-
-def signed_bytes(values: Tensor) -> Tensor:
-    """Unsigned codes minus 128."""
-    return values.bitwise_xor(128).view(torch.int8)
-
-
-def _usable(scale: Tensor) -> Tensor:
-    """Replace tiny scales. Non-finite ones are kept, so that loss checks and loss scaling detect them."""
-    return torch.where(scale < float("inf"), scale.clamp(min=TINY), float("nan"))
-
-
-def _grid(x: Tensor, signed: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales of the rows, and the common zero. `signed` is the largest code, or 0 if the values decide."""
-    low, high = x.amin(1), x.amax(1)
-    both = (signed > 0) | (low < 0).any()  # NaN compares false and doesn't affect other rows
-    most = torch.where(signed > 0, signed, float(FULL))
-    scale = torch.where(both, torch.maximum(high, -low) / most, high / 255)
-    return _usable(scale), torch.where(both, 128.0, 0.0)
-
-
-def _nearest(x: Tensor, signed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scale, zero = _grid(x, signed)
-    return (x * (1.0 / scale)[:, None] + zero).round().clamp(0, 255).to(torch.uint8), scale, zero
-
-
-def _stochastic(x: Tensor, signed: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Use noise from a hash of position and seed: no generator state and no second pass over memory."""
-    scale, zero = _grid(x, signed)
-    place = torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape)
-    bits = place + seed.to(torch.int32) * 0x61C88647
-    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * 0x45D9F3B
-    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * 0x2C1B3C6D
-    bits = bits ^ ((bits >> 16) & 0xFFFF)
-    noise = (bits & 0xFFFFFF).to(torch.float32) * (1.0 / (1 << 24))
-    return torch.floor(x * (1.0 / scale)[:, None] + zero + noise).clamp(0, 255).to(torch.uint8), scale, zero
-
-
-def _rows(x: Tensor, limit: float, whole: bool) -> tuple[Tensor, Tensor]:
-    return _along(x, limit, whole, 1)
-
-
-def _columns(x: Tensor, limit: float, whole: bool) -> tuple[Tensor, Tensor]:
-    return _along(x, limit, whole, 0)
-
-
-def _along(x: Tensor, limit: float, whole: bool, axis: int) -> tuple[Tensor, Tensor]:
-    """Encode by the largest value along an axis."""
-    largest = x.abs().amax(axis)
-    scales = _usable((largest.amax().expand_as(largest).contiguous() if whole else largest) / limit)
-    return (x / scales.unsqueeze(axis)).round().clamp(-limit, limit).to(torch.int8), scales
-
-
-def _run(kernel: Compiled, x: Tensor, *more: Any) -> Any:
-    return (kernel.compiled if is_worthwhile(x) else kernel.function)(x, *more)
-
-
-_NEAREST, _STOCHASTIC = Compiled(_nearest), Compiled(_stochastic)
-_ROWS, _COLUMNS = Compiled(_rows), Compiled(_columns)
-
+from bitwright.quantizers.compiled import is_worthwhile
 
 Ints = Sequence[int]
 DEEP = 1 << 16
@@ -171,6 +35,29 @@ def missing() -> str | None:
     return None
 
 
+def engine(device: torch.device) -> str | None:
+    """The library that multiplies codes on this device; None: products are simulated.
+
+    >>> engine(torch.device("meta")) is None
+    True
+    """
+    if launch.missing(device) is None:
+        return "cuBLAS and Triton" if launch.multiplies_halves(device) else "Triton"
+    if device.type == "cpu":
+        return "oneDNN" if missing() is None else None
+    return "cuBLAS" if device.type == "cuda" else None
+
+
+def gradients_of_all_convolutions(device: torch.device) -> bool:
+    """Whether codes are multiplied in both gradients of every convolution, also with strides and groups."""
+    return launch.missing(device) is None
+
+
+def second_limit(device: torch.device) -> int:
+    """The largest code of the second operand on this device."""
+    return limit() if engine(device) == "oneDNN" else FULL
+
+
 @cache
 def limit() -> int:
     """The largest code of the second operand for exact products on this CPU, found by a test product."""
@@ -181,7 +68,12 @@ def limit() -> int:
 def linear(x: Codes, weight: Signed, bias: Tensor | None, *, simulate: bool) -> Tensor:
     """x · weightᵀ + bias, with integers where supported, otherwise with floats of the same values."""
     depth = x.values.shape[-1]
-    if simulate or not _runs(x.values.numel() // depth, depth, weight.values):
+    runs = _runs(x.values.numel() // depth, depth, weight.values)
+    if not simulate and _in_triton(x.values, runs):
+        from bitwright.kernels.triton import gemm
+
+        return gemm.linear(x, weight, bias)
+    if simulate or not runs:
         return F.linear(x.float(), weight.float(), bias)
     if depth > DEEP:
         parts = zip(x.values.split(DEEP, -1), weight.values.split(DEEP, -1), strict=True)
@@ -204,7 +96,12 @@ def linear(x: Codes, weight: Signed, bias: Tensor | None, *, simulate: bool) -> 
 def transposed(grad: Codes, x: Codes, *, simulate: bool) -> Tensor:
     """gradᵀ · x, summed over rows. `grad` is signed with one scale that includes the scales of `x`."""
     count, outputs = grad.values.shape
-    if simulate or not _runs(outputs, count, x.values.t()):
+    runs = _runs(outputs, count, x.values.t())
+    if not simulate and _in_triton(x.values, runs):
+        from bitwright.kernels.triton import gemm
+
+        return gemm.transposed(grad, x)
+    if simulate or not runs:
         return grad.float().t() @ (x.values.to(torch.float32) - x.zero)
     if count > DEEP:
         parts = zip(grad.values.split(DEEP), x.values.split(DEEP), strict=True)
@@ -230,6 +127,13 @@ def _runs(rows: int, depth: int, second: Tensor) -> bool:
     if second.device.type == "cpu":
         return missing() is None
     return second.device.type == "cuda" and not depth % 8 and not len(second) % 8 and rows > 16
+
+
+def _in_triton(values: Tensor, runs_elsewhere: bool) -> bool:
+    """Whether Triton multiplies. On Turing, cuBLAS does if it can (`runs_elsewhere`)."""
+    if launch.missing(values.device) is not None:
+        return False
+    return not (runs_elsewhere and launch.multiplies_halves(values.device))
 
 
 def _shifted(sums: Tensor, x: Codes) -> Tensor:
@@ -296,7 +200,7 @@ def onednn_conv2d(
     values, one = x.values.contiguous(memory_format=torch.channels_last), len(x.scales) == 1
     scale, rest = (float(x.scales), bias) if one else (1.0, None)  # scales per row are applied afterwards
     if x.zero:  # oneDNN packs weights several times slower for a nonzero zero point
-        values = F.pad(values, (padding[1], padding[1], padding[0], padding[0]), value=x.zero)
+        values = F.pad(values, (padding[1], padding[1], padding[0], padding[0]), value=int(x.zero))
         values, padding = values.contiguous(memory_format=torch.channels_last), (0, 0)
         less = weight.values.sum((1, 2, 3), dtype=torch.int32) * weight.scales * (-scale * x.zero)
         rest = less if rest is None else rest + less
@@ -325,6 +229,14 @@ def conv2d(
     """Convolve with integers where supported, otherwise with floats of the same values."""
     shape = (stride, padding, dilation, groups)
     channels, *kernel = weight.values.shape[1:]
+    pixels = x.values.numel() // x.values.shape[1] // prod(stride)
+    unfolds = x.values.is_cuda and groups == 1 and _runs(pixels, channels * prod(kernel), weight.values)
+    if not simulate and _in_triton(x.values, unfolds) and channels * prod(kernel) <= DEEP:
+        from bitwright.kernels.triton import convolution
+
+        return convolution.conv2d(x, weight, bias, *shape)
+    if not simulate and unfolds:
+        return unfolded_conv2d(x, weight, bias, stride, padding, dilation)
     if simulate or x.values.device.type != "cpu" or missing() is not None or prod(kernel) > DEEP:
         return F.conv2d(x.float(), weight.float(), bias, list(stride), list(padding), list(dilation), groups)
     if channels * prod(kernel) <= DEEP:
@@ -340,24 +252,118 @@ def conv2d(
     return _together(sums, None if bias is None else bias.view(-1, 1, 1))
 
 
+def unfolded_conv2d(
+    x: Codes, weight: Signed, bias: Tensor | None, stride: Ints, padding: Ints, dilation: Ints
+) -> Tensor:
+    """The convolution as one product of matrices: each window is a row."""
+    windows = _windows(x, weight.values.shape[2:], stride, padding, dilation)
+    samples, height, width = windows.shape[:3]
+    steps = x.scales.expand(samples).repeat_interleave(height * width)
+    rows = Codes(windows.contiguous().view(len(steps), -1), steps, x.zero)
+    columns = weight.values.permute(0, 2, 3, 1).reshape(len(weight.values), -1)
+    found = linear(rows, Signed(columns, weight.scales), bias, simulate=False)
+    return found.view(samples, height, width, -1).permute(0, 3, 1, 2)
+
+
+def _windows(x: Codes, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    """(sample, row, column, kernel row, kernel column, channel), as a view of the image with its padding."""
+    pixels = x.values.permute(0, 2, 3, 1)
+    if isinstance(x.zero, Tensor):  # reading it would wait for the device
+        (samples, height, width, channels), (above, before) = pixels.shape, padding
+        size = (samples, height + 2 * above, width + 2 * before, channels)
+        padded = x.zero.to(torch.uint8).expand(size).contiguous()
+        padded[:, above : above + height, before : before + width] = pixels
+    else:
+        padded = F.pad(pixels, (0, 0, padding[1], padding[1], padding[0], padding[0]), value=x.zero).contiguous()
+    batch, row, column, _ = padded.stride()
+    height, width = (
+        (n - d * (k - 1) - 1) // s + 1 for n, d, k, s in zip(padded.shape[1:3], dilation, kernel, stride, strict=True)
+    )
+    return padded.as_strided(
+        (len(padded), height, width, *kernel, padded.shape[3]),
+        (batch, row * stride[0], column * stride[1], row * dilation[0], column * dilation[1], 1),
+    )
+
+
+def conv2d_input(
+    grad: Codes,
+    turned: Signed,
+    image: Ints,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    groups: int,
+    *,
+    simulate: bool,
+) -> Tensor:
+    """The gradient of the input, of size `image`. `turned` is (in, out/groups, …), with rotated kernels."""
+    around = [d * (k - 1) - p for d, k, p in zip(dilation, turned.values.shape[2:], padding, strict=True)]
+    is_plain = all(s == 1 for s in stride) and min(around) >= 0
+    if not simulate and _in_triton(grad.values, is_plain):
+        from bitwright.kernels.triton import convolution
+
+        weight = Signed(turned.values.flip(2, 3), turned.scales)
+        return convolution.conv2d_input(grad, weight, image, stride, padding, dilation, groups)
+    if is_plain:
+        return conv2d(grad, turned, None, (1, 1), around, dilation, groups, simulate=simulate)
+    blank = grad.scales.new_empty(()).expand(len(grad.values), len(turned.values), *image)  # only its shape is used
+    return _in_float(grad, blank, turn(turned.float(), groups), stride, padding, dilation, groups, wanted=0)
+
+
+def _in_float(
+    grad: Codes,
+    x: Tensor,
+    weight: Tensor,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    groups: int,
+    *,
+    wanted: int,
+) -> Tensor:
+    """The gradient of the input (`wanted` = 0) or of the weight (1)."""
+    shape, mask = (list(stride), list(padding), list(dilation)), [wanted == 0, wanted == 1, False]
+    values = grad.float()
+    found = torch.ops.aten.convolution_backward(values, x, weight, None, *shape, False, [0, 0], groups, mask)
+    gradient: Tensor = found[wanted]
+    return gradient
+
+
+def turn(weight: Tensor, groups: int) -> Tensor:
+    """(out, in/groups, …) → (in, out/groups, …), with each kernel rotated by 180 degrees. It is its own inverse."""
+    out, per_group = weight.shape[:2]
+    parts = weight.view(groups, out // groups, per_group, *weight.shape[2:]).transpose(1, 2)
+    return parts.reshape(groups * per_group, out // groups, *weight.shape[2:]).flip(2, 3)
+
+
 def conv2d_weight(
-    grad: Codes, x: Codes, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, *, simulate: bool
+    grad: Codes,
+    x: Codes,
+    kernel: Ints,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    groups: int = 1,
+    *,
+    simulate: bool,
 ) -> Tensor:
     """The gradient of the weight: each shifted view of the input times the output's gradient, as one product.
 
     Samples are summed, so `grad` has one scale that includes the scales of `x`.
     """
-    pixels = x.values.permute(0, 2, 3, 1)
-    sides = (0, 0, padding[1], padding[1], padding[0], padding[0])
-    padded = F.pad(pixels, sides, value=x.zero).contiguous()
-    batch, row, column, _ = padded.stride()
-    count, outputs, height, width = grad.values.shape
-    windows = padded.as_strided(
-        (count, height, width, *kernel, pixels.shape[3]),
-        (batch, row * stride[0], column * stride[1], row * dilation[0], column * dilation[1], 1),
-    )
+    outputs, channels = grad.values.shape[1], x.values.shape[1]
+    pixels = grad.values.numel() // outputs
+    runs = groups == 1 and _runs(outputs, pixels, grad.values.new_empty(()).expand(channels * prod(kernel), 1))
+    if not simulate and _in_triton(x.values, runs):
+        from bitwright.kernels.triton import convolution
+
+        return convolution.conv2d_weight(grad, x, kernel, stride, padding, dilation, groups)
+    if groups > 1:
+        blank = grad.scales.new_empty(()).expand(outputs, channels // groups, *kernel)
+        plain = x.values.to(torch.float32) - x.zero  # the scales are in `grad`
+        return _in_float(grad, plain, blank, stride, padding, dilation, groups, wanted=1)
     rows = Codes(grad.values.permute(0, 2, 3, 1).reshape(-1, outputs), grad.scales, grad.zero)
     # always copy: overlapping rows can be a view, which oneDNN reads incorrectly
-    columns = Codes(windows.contiguous().view(count * height * width, -1), x.scales, x.zero)
-    found = transposed(rows, columns, simulate=simulate)
-    return found.reshape(outputs, *kernel, pixels.shape[3]).permute(0, 3, 1, 2)
+    windows = _windows(x, kernel, stride, padding, dilation)
+    found = transposed(rows, Codes(windows.contiguous().view(pixels, -1), x.scales, x.zero), simulate=simulate)
+    return found.reshape(outputs, *kernel, channels).permute(0, 3, 1, 2)

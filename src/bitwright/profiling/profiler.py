@@ -21,6 +21,7 @@ from bitwright.core import __version__
 from bitwright.core.arguments import Count, strict
 from bitwright.core.environment import cpu_name, peak_resident_bytes, reset_peak_memory, resident_bytes
 from bitwright.core.errors import BitwrightError
+from bitwright.core.files import cache_folder
 from bitwright.profiling.device_profile import CastCost, CollectiveCost, DeviceProfile, Host, MemoryFacts, TensorsCost
 from bitwright.profiling.execution import Cast
 from bitwright.profiling.microbenchmarks import COLD, DTYPES, measure_casts, measure_tensors
@@ -266,11 +267,9 @@ def samples_file(clock: Clock) -> Path:
     It is in `BITWRIGHT_CACHE`, or by default in the user's cache folder.
     """
     about = circumstances(clock)
-    named = os.environ.get("BITWRIGHT_CACHE")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitwright"
     words = re.sub(r"[^A-Za-z0-9.]+", "-", about["device"]).strip("-").lower()
     number = hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:8]
-    return (Path(named) if named else home) / "samples" / f"{words}-{clock}-{number}.jsonl"
+    return cache_folder() / "samples" / f"{words}-{clock}-{number}.jsonl"
 
 
 def of_rank(path: Path, rank: int) -> Path:

@@ -99,14 +99,19 @@ class LowPrecision:
         kernels = attachment_of(model).kernels
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         counts: dict[str, int] = {}
+        engines: list[str] = []
         for name, kernel in kernels.items():
             missing = None if simulate else kernel.missing_for(graph.by_name[name].kind, device)
             how = f"{kernel.name}, simulated" if simulate or missing else kernel.name
             counts[how] = counts.get(how, 0) + 1
             if missing and (text := f"{kernel.name} is only simulated: {missing}") not in self.notes:
                 self.notes.append(text)
+            engine = None if simulate or missing else kernel.engine(device)
+            if engine and (text := f"products of {kernel.name} run in {engine}") not in engines:
+                engines.append(text)
         words = ", ".join(f"{count} in {how}" for how, count in counts.items())
         self.notes.insert(0, f"{where}of {len(graph.ops)} operators, {words}; all others in float")
+        self.notes += engines
         self.notes += [f"{where}{text}" for text in self._in_float(kernels, example)]
 
     def _in_float(self, kernels: Mapping[str, Any], example: Any) -> Iterator[str]:

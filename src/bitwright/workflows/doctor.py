@@ -22,7 +22,7 @@ from bitwright.core.environment import DATA_VARIABLE, Environment, environment
 from bitwright.core.errors import UnknownName, did_you_mean
 from bitwright.core.formats import FLOATS, MINIFLOATS
 from bitwright.core.progress import Progress, phases
-from bitwright.core.registry import BACKENDS, RUNTIMES, Registry, registries
+from bitwright.core.registry import BACKENDS, KERNELS, RUNTIMES, Registry, registries
 from bitwright.deployment import available_runtimes, saturates
 from bitwright.importers.tables import TABLES
 from bitwright.profiling import microbenchmarks
@@ -109,7 +109,7 @@ class Diagnosis(Summarized):
         yield Table(["", ""], machine, title="Environment")
         heads = ["runtime", "version", "u8 × s8", "consequence"]
         yield Table(heads, [state.cells(name) for name, state in self.runtimes.items()], title="Runtimes")
-        speeds = [(one.kernel, one.problem or "yes", _speed(one)) for one in self.kernels]
+        speeds = [(one.kernel, one.problem or _works(one.kernel), _speed(one)) for one in self.kernels]
         layer = f"a linear layer of {microbenchmarks.WIDTH} × {microbenchmarks.WIDTH}, batch {microbenchmarks.BATCH}"
         title = f"Kernels, in {layer}, forward and backward, CPU time"
         yield Table(["kernel", "works here", "#time of FP32"], speeds, title=title)
@@ -154,6 +154,11 @@ def diagnose(*, progress: Progress | None = None) -> Diagnosis:
     begin("timing the kernels")
     kernels = microbenchmarks.kernel_speeds()
     return Diagnosis(environment=found, runtimes=runtimes, kernels=kernels, tools=_tools(), extras=_extras())
+
+
+def _works(kernel: str) -> str:
+    engine = KERNELS.get(kernel).engine(torch.device("cpu"))
+    return "yes" if engine is None else f"yes, in {engine}"
 
 
 def _speed(speed: microbenchmarks.KernelSpeed) -> str | None:

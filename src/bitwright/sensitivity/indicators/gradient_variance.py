@@ -26,8 +26,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from bitwright.core.registry import KERNELS
-from bitwright.kernels.int8 import is_plain_convolution, second_limit, steps_of, turn
-from bitwright.kernels.products import FULL, encode, encode_rows
+from bitwright.kernels.codes import FULL, encode, encode_rows
+from bitwright.kernels.int8 import gradients_in_float, steps_of
+from bitwright.kernels.products import second_limit, turn
 from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.error_injection import (
     CallRecorder,
@@ -221,7 +222,7 @@ def int8_errors(seen: OperatorCall, spec: ComputeSpec) -> Iterator[RoundingError
 
 def _int8_weighted(seen: OperatorCall, spec: ComputeSpec) -> Iterator[RoundingError]:
     left, weight, grad, channel = seen.left, seen.right, seen.grad, seen.channel
-    limit = second_limit(left)
+    limit = second_limit(left.device)
     codes = encode(seen.rows(left), whole=spec.per_tensor)
     # the backward pass reuses the codes
     yield RoundingError(("left", "left_again"), codes.float().view(left.shape) - left, channel)
@@ -230,9 +231,9 @@ def _int8_weighted(seen: OperatorCall, spec: ComputeSpec) -> Iterator[RoundingEr
         return
     for_left, for_right = "input" in spec.backward, "weight" in spec.backward
     if seen.products.shape:
-        stride, padding, dilation, groups = seen.products.shape
-        for_left = for_left and is_plain_convolution(stride, padding, dilation, weight)
-        for_right = for_right and groups == 1
+        in_float = gradients_in_float(weight, *seen.products.shape)
+        for_left = for_left and "input" not in in_float
+        for_right = for_right and "weight" not in in_float
     if for_left:
         yield RoundingError(("right_again",), _turned(seen, limit, spec))
         yield _encoded(("grad_for_left",), seen, grad, spec, signed=True)
@@ -253,7 +254,7 @@ def _for_weight(seen: OperatorCall, grad: Tensor, steps: Tensor, spec: ComputeSp
 
 def _int8_matmul(seen: OperatorCall, spec: ComputeSpec) -> Iterator[RoundingError]:
     left, right, grad, channel = seen.left, seen.right, seen.grad, seen.channel
-    limit = second_limit(left)
+    limit = second_limit(left.device)
     yield RoundingError(
         ("left",), encode(seen.rows(left), whole=spec.per_tensor).float().view(left.shape) - left, channel
     )
