@@ -41,6 +41,7 @@ lint: $(STAMP)  ## Check style, types and import layers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	cd benchmarks && ../$(BIN)/mypy --config-file mypy.ini *.py
 	$(BIN)/lint-imports
 
 docs: $(STAMP)  ## Build the documentation into site/, with warnings as errors

@@ -127,7 +127,7 @@ def variants(model: nn.Module, x: Tensor) -> tuple[dict[str, Callable[[], None]]
         made = copy.deepcopy(model).train()
         if images:
             made = made.to(memory_format=torch.channels_last)
-        low = plan is not None and any(spec.low for spec in plan.compute.values())
+        low = plan is not None and any(spec.is_low_precision for spec in plan.compute.values())
         return bw.prepare(made, plan, graph=graph) if low else made
 
     if images:
@@ -139,7 +139,7 @@ def variants(model: nn.Module, x: Tensor) -> tuple[dict[str, Callable[[], None]]
     for name, plan in plans.items():
         runs[name] = step(own(plan), last, y)
         cosines[name] = float(torch.cosine_similarity(_gradients(own(plan), last, y), exact, dim=0))
-    low = sum(spec.low for spec in plans["planned"].compute.values())
+    low = sum(spec.is_low_precision for spec in plans["planned"].compute.values())
     return runs, cosines, f"{low} of {len(plans['int8 forward'].compute)} operators in INT8"
 
 
@@ -205,7 +205,7 @@ def main() -> None:
     lines += [
         "",
         *(
-            f"- {name}: best INT8 everywhere {min(r for execution, r in own.items() if execution.startswith('int8'))}, "
+            f"- {name}: best INT8 everywhere {min(r for execution, r in own.items() if str(execution).startswith('int8'))}, "
             f"planned {own['planned']} ({chosen[name]}); bar 0.85, goal 0.70"
             for name, own in ratios.items()
         ),

@@ -50,7 +50,7 @@ def deviations(model: nn.Module) -> dict[str, float]:
 
 def run(task: RowTask, starts: FloatNetworks) -> dict[str, Any]:
     start = starts(task)
-    plan, beyond = plan_of(task, backend(task.backend), start)
+    plan, beyond = plan_of(task, backend(task.backend), start.graph, start.workload.name)
     workload = replace(start.workload, model=copy.deepcopy(start.workload.model))
     config = TrainConfig(
         seed=task.seed,

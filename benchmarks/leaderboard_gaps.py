@@ -44,7 +44,7 @@ AT_TIE = 1e-4  # of a code
 
 def train(task: RowTask, starts: FloatNetworks, *, guarded: bool) -> tuple[torch.nn.Module, Workload]:
     start, table = starts(task), backend(task.backend)
-    plan, _ = plan_of(task, table, start)
+    plan, _ = plan_of(task, table, start.graph, start.workload.name)
     if not guarded:
         plan = replace(plan, sites={site: replace(spec, guard=None) for site, spec in plan.sites.items()})
     workload = replace(start.workload, model=copy.deepcopy(start.workload.model))

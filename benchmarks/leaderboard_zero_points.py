@@ -56,7 +56,7 @@ def zero_points(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def train(task: RowTask, starts: FloatNetworks) -> tuple[float, Watched, dict[str, float]]:
     start, watched = starts(task), Watched()
-    plan, beyond = plan_of(task, backend(task.backend), start)
+    plan, beyond = plan_of(task, backend(task.backend), start.graph, start.workload.name)
     workload = replace(start.workload, model=copy.deepcopy(start.workload.model))
     config = TrainConfig(seed=task.seed, quantizer_lr=task.algorithm.quantizer_lr, **task.training.model_dump())
     target = "academic" if beyond else task.backend

@@ -146,7 +146,7 @@ def main() -> None:
         return
     found = ways["planned"]
     assert found is not None
-    low = Counter("/".join(("int8", *spec.backward)) for spec in found.compute.values() if spec.low)
+    low = Counter("/".join(("int8", *spec.backward)) for spec in found.compute.values() if spec.is_low_precision)
     chosen = ", ".join(f"{count} × {name}" for name, count in low.items()) or "float everywhere"
     lines = [
         "# Training ResNet-20 in INT8 beside float, CIFAR-10, 10,000 test images",

@@ -199,7 +199,7 @@ def main() -> None:
     whole = command(profiles, between, penalties)
     print(whole, flush=True)
     told = "; ".join(
-        f"`{kind}` may use {asked.room(kind)}, float needs {size(needs[kind][FLOAT])}, the plan without a limit "
+        f"`{kind}` may use {asked.memory_limit(kind)}, float needs {size(needs[kind][FLOAT])}, the plan without a limit "
         f"{size(needs[kind]['free'])}, uniform INT8 {size(needs[kind]['int8'])}"
         for kind in TIGHT
     )

@@ -144,7 +144,8 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("BITWRIGHT_DATA", str(Path(__file__).parents[2] / "shared" / "data"))
     if options.one:
-        print(json.dumps(one(*options.one, options.batches or MODELS[options.one[1]], options.accuracy)))
+        tool, model = options.one
+        print(json.dumps(one(tool, model, options.batches or MODELS[model], options.accuracy)))
         return
     from common import environment, save
 

@@ -179,7 +179,7 @@ def ddp_step(model: nn.Module, plan: Plan, kind: str, x: Tensor, y: Tensor) -> T
     own = copy.deepcopy(model)
     device = plan.devices[kind]
     section = plan.for_device(kind)
-    if any(spec.low for spec in section.compute.values()):
+    if any(spec.is_low_precision for spec in section.compute.values()):
         prepare(own, section, inputs=x[:2])
     size = device.batch or BATCH
     shared = DistributedDataParallel(own, gradient_as_bucket_view=True)

@@ -109,7 +109,7 @@ def plan_rank(rank: int, rounds: int, out: Path, memory_gb: float | None) -> Non
         needs = {planner: COMPARED[planner](with_limit(None)).memory["slow"] for planner in ("float", "uniform int8")}
         limit = memory_gb or round(needs["float"] / (1 + OVER) / 1e9, 2)
         tight = with_limit(limit)
-        room = tight.room("slow")
+        room = tight.memory_limit("slow")
         assert room is not None
         found = {"rows": [row_of(tight, planner) for planner in COMPARED], "needs": needs, "files": gathered[1][1]}
         found |= {"limit": room.total, "usable": room.usable, "limit_words": str(room)}
@@ -169,7 +169,7 @@ def step_rank(rank: int, plan: Path, steps: int, out: Path) -> None:
     """Train for a few steps as this rank's section says, and write how long they took and how much memory."""
     kind, both = KINDS[rank], Plan.load(plan)
     model, section = net(), both.for_device(kind)
-    if any(spec.low for spec in section.compute.values()):
+    if any(spec.is_low_precision for spec in section.compute.values()):
         prepare(model, section, inputs={"input_ids": batch_of(1)[0]["input_ids"]})
     batch = batch_of(both.devices[kind].batch or BATCH)
     shared = DistributedDataParallel(model, gradient_as_bucket_view=True)
