@@ -205,7 +205,7 @@ def main() -> None:
     lines += [
         "",
         *(
-            f"- {name}: best INT8 everywhere {min(r for execution, r in own.items() if str(execution).startswith('int8'))}, "
+            f"- {name}: best INT8 everywhere {min(r for way, r in own.items() if str(way).startswith('int8'))}, "
             f"planned {own['planned']} ({chosen[name]}); bar 0.85, goal 0.70"
             for name, own in ratios.items()
         ),

@@ -199,8 +199,8 @@ def main() -> None:
     whole = command(profiles, between, penalties)
     print(whole, flush=True)
     told = "; ".join(
-        f"`{kind}` may use {asked.memory_limit(kind)}, float needs {size(needs[kind][FLOAT])}, the plan without a limit "
-        f"{size(needs[kind]['free'])}, uniform INT8 {size(needs[kind]['int8'])}"
+        f"`{kind}` may use {asked.memory_limit(kind)}, float needs {size(needs[kind][FLOAT])}, the plan without a "
+        f"limit {size(needs[kind]['free'])}, uniform INT8 {size(needs[kind]['int8'])}"
         for kind in TIGHT
     )
     lines = [
