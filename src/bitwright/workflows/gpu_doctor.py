@@ -230,14 +230,13 @@ class _Measurement:
             bandwidth = 8 * count / spent
             self._add("copy", "float32", spent, bandwidth / 1e9, "GB/s")
         side = 4096 if self.large else 384
-        peaks = {format: self._product("square product", format, side, side, side) for format in self._formats()}
+        peaks = {
+            format: self._product(f"linear {side} → {side}", format, side, side, side) for format in self._formats()
+        }
         tokens, scale = (4096, 1) if self.large else (128, 8)
-        for name, columns, depth in (
-            ("linear 1024 → 4096", 4096 // scale, 1024 // scale),
-            ("linear 1024 → 1024", 1024 // scale, 1024 // scale),
-        ):
+        for columns, depth in ((4096 // scale, 1024 // scale), (1024 // scale, 1024 // scale)):
             for format, peak in peaks.items():
-                self._product(name, format, tokens, columns, depth, peak, bandwidth)
+                self._product(f"linear {depth} → {columns}", format, tokens, columns, depth, peak, bandwidth)
 
     def _formats(self) -> list[str]:
         """The formats that aren't simulated."""
