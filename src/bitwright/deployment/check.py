@@ -18,6 +18,7 @@ from bitwright.core.formatting import decibels, number, percent
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_array, as_call, call_copied, eval_mode, tensors_in
 from bitwright.deployment.artefacts.base import QDQ, kind_of_artefact, read_artefact
+from bitwright.deployment.decoder import SimulatedDecoder, cached_forward
 from bitwright.deployment.distance import Distance, SiteDistance, distance_of, measure_sites
 from bitwright.deployment.onnx_files import Damage
 from bitwright.deployment.parity import (
@@ -32,9 +33,12 @@ from bitwright.deployment.parity import (
 )
 from bitwright.deployment.rounding_growth import GrowthProbe, RoundingGrowth
 from bitwright.deployment.runtimes.base import Runtime, open_runtime, readers
+from bitwright.deployment.runtimes.decoding import DecoderSession
 from bitwright.graph.capture import report_batch_errors
 from bitwright.quantizers import attachment_of, in_mode, warnings_of
 from bitwright.workload.data import CalibrationData
+
+_STEPS = 4  # tokens of a sample that are decoded one by one
 
 
 @strict
@@ -206,6 +210,7 @@ def check(
             if any(tensor.numel() for _, tensor in tensors_in(seen.see(batch))):
                 with report_batch_errors(model, batch):
                     _compare(model, real, args, kwargs, sums, growth)
+                    _compare_steps(model, real, batch, sums)
         if first is None or not sums:
             what = "there is no batch to check with" if first is None else "all batches to check with are empty"
             raise WorkloadError(what, fix="give at least one batch that isn't empty", code="no-data")
@@ -293,6 +298,8 @@ def _compare(
             simulated = list(tensors_in(call_copied(model, args, kwargs)))
         with in_mode(model, "float"):
             exact = [tensor for _, tensor in tensors_in(call_copied(model, args, kwargs))]
+    if real.cache is not None:  # the scores; the cache is compared by `_compare_steps`
+        simulated, exact = simulated[:1], exact[:1]
     results = real.run(real.feed(*args, **kwargs))
     if len(results) != len(simulated):
         raise ArtefactError(
@@ -316,3 +323,29 @@ def _compare(
         agrees = agrees and agreement_of(path, ours, array, exactly).passed
     if not agrees:
         growth.examine(args, kwargs, real=results, exact=[as_array(truth) for truth in exact])
+
+
+def _compare_steps(model: nn.Module, real: Runtime, batch: Any, sums: dict[str, AgreementSums]) -> None:
+    """For a decoder: compare the scores of a prompt and of single tokens after it, each side with its own cache."""
+    ids = next((tensor for _, tensor in tensors_in(batch)), None)
+    if real.cache is None or ids is None or ids.dim() != 2 or ids.shape[1] < 2:
+        return
+    tokens = as_array(ids[:1])
+    prompt = max(1, tokens.shape[1] // 2)
+    parts = [tokens[:, :prompt], *(tokens[:, at : at + 1] for at in range(prompt, tokens.shape[1])[:_STEPS])]
+    with cached_forward(model) as sizes:
+        simulated, exact = (SimulatedDecoder(model, sizes) for _ in range(2))
+        with in_mode(model, "quantize"), real.simulating(model):
+            session = DecoderSession(simulated)
+            ours = [session.feed(part) for part in parts]
+        with in_mode(model, "float"):
+            session = DecoderSession(exact)
+            truth = [session.feed(part) for part in parts]
+    session = DecoderSession(real)
+    for index, part in enumerate(parts):
+        name = "decoding" if index else "prompt"
+        shape = (-1, ours[index].shape[-1])
+        refuse_nan(
+            name, simulated=ours[index], real=(found := session.feed(part)), exact=truth[index], runtime=real.name
+        )
+        sums.setdefault(name, AgreementSums()).add(*(one.reshape(shape) for one in (ours[index], found, truth[index])))

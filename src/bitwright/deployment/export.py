@@ -24,14 +24,25 @@ from bitwright.core.registry import ARTEFACTS
 from bitwright.core.tensor_tree import as_call, batch_size, eval_mode
 from bitwright.deployment.artefacts.base import KEYS, KIND, QDQ, Sidecar, write_plain
 from bitwright.deployment.artefacts.weights import WeightFile, integer_weights, weight_file
+from bitwright.deployment.decoder import (
+    cached_forward,
+    decoder_example,
+    dynamic_sizes,
+    is_decoder,
+    name_values,
+    verify_decoder,
+    write_generation_files,
+)
 from bitwright.deployment.dynamic_axes import frozen_size
 from bitwright.deployment.onnx_files import replacing_onnx, save_onnx, stored_bytes, text_digest, write_digests
 from bitwright.deployment.onnx_translation import fold_constants, to_float32, translations
 from bitwright.deployment.qdq import OPSET, Counts, Recorded, write_qdq
 from bitwright.deployment.runtimes.base import suffixes
 from bitwright.deployment.torch_export import Exported, export_program, fixed_batch, reason_of, trace
+from bitwright.graph.interception import bare
 from bitwright.quantizers import Attachment, attachment_of
 from bitwright.quantizers.state import parameter_problems, state_problems
+from bitwright.workload.language_models import tokenizer_of
 
 _Rest = TypeVarTuple("_Rest")  # further results of writing a file
 
@@ -78,9 +89,21 @@ class Artefact:
 
 @strict
 def export(
-    model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True, artefact: str | None = None
+    model: nn.Module,
+    path: str | Path,
+    inputs: Any,
+    *,
+    dynamic_batch: bool = True,
+    artefact: str | None = None,
+    tokenizer: Any = None,
+    exact: bool = False,
 ) -> Artefact:
     """Write a prepared, calibrated model as ONNX (opset 20 or 21); `inputs` is one example call.
+
+    If the model is a decoder of transformers and `path` is a folder (a path without suffix), the folder gets model.onnx
+    with a cache (`past_key_values.*`, `present.*`) and any number of samples and tokens, and the files from which
+    onnxruntime-genai generates text. `tokenizer` is that of `load_workload` by default. With `exact`, these files make
+    ONNX Runtime multiply activations in float; by default, its products with weights of blocks round them to 8 bits.
 
     The table of the plan's backend determines which `artefact` is written: Q/DQ pairs with integer weights, or a float
     model with a file of grids next to it (docs/backends/artefacts.md). The exported program must contain all quantizers
@@ -96,6 +119,11 @@ def export(
     path = Path(path)
     attachment = attachment_of(model)
     kind = artefact or default_artefact(attachment)
+    if kind == QDQ and is_folder(path) and is_decoder(model):
+        return _export_decoder(model, path, tokenizer=tokenizer or tokenizer_of(bare(model)), exact=exact)
+    if tokenizer is not None or exact:
+        what, fix = "only the folder of a decoder has these arguments", "export into a folder: a path without suffix"
+        raise ExportError(what, where="tokenizer, exact", value=str(path), fix=fix, code="ignored-argument")
     if (writer := weight_file(kind)) is not None:
         return _export_weights(model, path, kind, writer)
     path = onnx_path(path)
@@ -110,6 +138,19 @@ def export(
         if sidecar is not None:
             write_text(sidecar.path(path), text)
     log_warnings(noted)
+    beside = None if sidecar is None else sidecar.path(path)
+    made = _described(path, onnx_model, counts, noted, dynamic_batch=bool(exported.axes))
+    return replace(made, kind=kind, sidecar=beside)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a path is meant as a folder: it exists, or it has no suffix."""
+    return path.is_dir() or not path.suffix
+
+
+def _described(
+    path: Path, model: ir.Model, counts: Counts, noted: tuple[Problem, ...], *, dynamic_batch: bool
+) -> Artefact:
     return Artefact(
         path=path,
         bytes=stored_bytes(path),
@@ -117,11 +158,9 @@ def export(
         dynamic_activations=counts.dynamic,
         weights=counts.weights,
         int32_biases=counts.biases,
-        dynamic_batch=bool(exported.axes),
-        inputs=tuple(str(value.name) for value in onnx_model.graph.inputs),
-        outputs=tuple(str(value.name) for value in onnx_model.graph.outputs),
-        kind=kind,
-        sidecar=None if sidecar is None else sidecar.path(path),
+        dynamic_batch=dynamic_batch,
+        inputs=tuple(str(value.name) for value in model.graph.inputs),
+        outputs=tuple(str(value.name) for value in model.graph.outputs),
         warnings=noted,
     )
 
@@ -161,6 +200,32 @@ def onnx_path(path: str | Path) -> Path:
     raise ExportError(what, where=str(path), value=path.suffix, fix=fix, code="unknown-suffix")
 
 
+def _export_decoder(model: nn.Module, folder: Path, *, tokenizer: Any, exact: bool) -> Artefact:
+    """Write a decoder with its cache into a folder, and verify other sizes on ONNX Runtime."""
+    for problem in unexportable(model, QDQ):
+        raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix, code=problem.code)
+    attachment = attachment_of(model)
+    refuse_odd_state(model, attachment)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "model.onnx"
+    with cached_forward(model) as sizes, replacing_onnx(path) as (temporary, data):
+        call = decoder_example(model, sizes)
+        traced = trace(model, (), call, dynamic_batch=True, sizes=dynamic_sizes)
+        if not traced.exported.axes:
+            problem = traced.exported.warnings[0]
+            fix = "export it as a plain model, with export(model, path, inputs)"
+            raise ExportError(problem.what, where=problem.where, fix=fix, code="fixed-batch")
+        onnx_model = _translate(traced.program)
+        noted = to_float32(onnx_model, model, call)
+        name_values(onnx_model)
+        counts, text = _write(onnx_model, attachment, traced.recorded, QDQ, None)
+        _save(onnx_model, attachment, temporary, data, text, None)
+        verify_decoder(model, sizes, temporary)
+    log_warnings(noted)
+    noted += write_generation_files(model, folder, sizes, tokenizer=tokenizer, exact=exact)
+    return _described(path, onnx_model, counts, noted, dynamic_batch=True)
+
+
 def _export(
     model: nn.Module,
     path: Path,
@@ -176,12 +241,17 @@ def _export(
     onnx_model = _translate(traced.program)
     noted = to_float32(onnx_model, model, (args, kwargs))
     counts, text = _write(onnx_model, attachment, traced.recorded, kind, sidecar)
-    onnx_model.producer_name, onnx_model.producer_version = "bitwright", __version__
-    onnx_model.metadata_props["bitwright.plan"] = attachment.plan.to_yaml()
-    write_digests(onnx_model, None if sidecar is None else {sidecar.suffix: text_digest(text)})
-    save_onnx(onnx_model, path, data)
+    _save(onnx_model, attachment, path, data, text, sidecar)
     exported = replace(traced.exported, warnings=(*traced.exported.warnings, *noted))
     return exported, onnx_model, counts, text
+
+
+def _save(model: ir.Model, attachment: Attachment, path: Path, data: str, text: str, sidecar: Sidecar | None) -> None:
+    """Write the file with its plan and the digests of its contents."""
+    model.producer_name, model.producer_version = "bitwright", __version__
+    model.metadata_props["bitwright.plan"] = attachment.plan.to_yaml()
+    write_digests(model, None if sidecar is None else {sidecar.suffix: text_digest(text)})
+    save_onnx(model, path, data)
 
 
 def _verified(

@@ -56,9 +56,17 @@ class Exported:
 
 
 def trace(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic_batch: bool, codes: bool = True
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    dynamic_batch: bool,
+    codes: bool = True,
+    sizes: Callable[[Any], Any] | None = None,
 ) -> Traced:
     """The prepared model with a marker at each site, and the integers (`codes`) or values of constant sites.
+
+    `sizes` returns the dynamic axes of arguments; the default is the first axis of each tensor.
 
     Raises an error if the program doesn't reach the same quantizers as the model.
     """
@@ -67,12 +75,12 @@ def trace(
     with eval_mode(model):
         under_export, usual = Route(), Route()
         with _marking(attachment), in_mode(model, "quantize"), routed(attachment, under_export):
-            exported = export_program(model, args, kwargs, dynamic_batch)
+            exported = export_program(model, args, kwargs, dynamic_batch, sizes)
         with routed(attachment, usual):
             recorded = _record(model, attachment, args, kwargs, _constant_sites(exported.program), codes=codes)
         if other := align(usual, under_export):  # the model takes another path under export: match the operators
             with _marking(attachment), in_mode(model, "quantize"), routed(attachment, Route(other)):
-                again = export_program(model, args, kwargs, bool(exported.axes))
+                again = export_program(model, args, kwargs, bool(exported.axes), sizes)
                 exported = replace(again, warnings=again.warnings or exported.warnings)
             recorded = _record(model, attachment, args, kwargs, _constant_sites(exported.program), codes=codes)
         program = exported.program
@@ -155,10 +163,17 @@ def _stderr_on_success() -> Iterator[_Held]:
     held.usual.write(held.getvalue())
 
 
-def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool) -> Exported:
+def export_program(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_batch: bool,
+    dynamic: Callable[[Any], Any] | None = None,
+) -> Exported:
     """Run `torch.export`, with a dynamic batch if the model's code allows it."""
     # Clone, because views of one tensor would be traced as dependent inputs.
     args, kwargs = map_tensors((args, kwargs), Tensor.clone)
+    dynamic = dynamic or _dynamic
     flat = _needs_flattening(args, kwargs)
     with (
         _tensors_only(bare(model), args, kwargs, flat) as (forward, feed),
@@ -180,7 +195,7 @@ def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                     forward,
                     wide_args,
                     wide_kwargs,
-                    dynamic_shapes=_by_parameter(forward, _dynamic(wide_args), _dynamic(wide_kwargs)),
+                    dynamic_shapes=_by_parameter(forward, dynamic(wide_args), dynamic(wide_kwargs)),
                     strict=False,
                 )
                 axes = free_axes(program, wide)

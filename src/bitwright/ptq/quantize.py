@@ -25,7 +25,7 @@ from bitwright.backends import backend as find_backend
 from bitwright.backends.precisions import resolve
 from bitwright.core import display
 from bitwright.core.arguments import Amount, Seed, strict
-from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
+from bitwright.core.errors import BitwrightError, CalibrationError, ExportError, PlanError, Problem, log_warnings
 from bitwright.core.output_folder import staged_output
 from bitwright.core.progress import Progress
 from bitwright.core.registry import WORKLOADS
@@ -40,12 +40,15 @@ from bitwright.ptq.step_runner import Backup, StepResult, run_steps
 from bitwright.quantizers import find_attachment, in_mode, prepare, strip, warnings_of, weights_may_change
 from bitwright.workload import Workload, evaluate, load_workload
 from bitwright.workload.data import CalibrationData
+from bitwright.workload.language_models import tokenizer_of
 from bitwright.workload.metrics import top1
 
 if TYPE_CHECKING:
     from bitwright.reports import Record
 
 log = getLogger(__name__)
+_WITHOUT_CACHE = {"no-cache", "fixed-batch", "decoder-differs"}
+"""Errors of decoders that can be exported without a cache."""
 _RECORDED = 16  # the most batches that are recorded to find paths that only some inputs take
 
 
@@ -97,9 +100,28 @@ class Quantized(display.Summarized):
         yield display.Table(["", ""], rows, title=repr(self)[1:-1])
         yield from self.plan.summary()
 
-    def export(self, path: str | Path, *, dynamic_batch: bool = True, artefact: str | None = None) -> Artefact:
-        """Write the artefact that the backend's tools read: the first one of its table, or the one named."""
-        return export(self.model, path, self.example, dynamic_batch=dynamic_batch, artefact=artefact)
+    def export(
+        self,
+        path: str | Path,
+        *,
+        dynamic_batch: bool = True,
+        artefact: str | None = None,
+        tokenizer: Any = None,
+        exact: bool = False,
+    ) -> Artefact:
+        """Write the artefact that the backend's tools read: the first one of its table, or the one named.
+
+        A path without suffix is a folder for a decoder, as `bitwright.export` describes.
+        """
+        return export(
+            self.model,
+            path,
+            self.example,
+            dynamic_batch=dynamic_batch,
+            artefact=artefact,
+            tokenizer=tokenizer,
+            exact=exact,
+        )
 
     def check(
         self,
@@ -125,7 +147,16 @@ class Quantized(display.Summarized):
         """Write the files of `save` into a folder that the caller has locked."""
         self.plan.save(folder / "plan.yaml")
         save_checkpoint(self.model, folder / "checkpoint.safetensors")
-        return self.export(folder / "model.onnx") if artefact else None
+        if not artefact:
+            return None
+        if tokenizer_of(bare(self.model)) is not None:  # a language model
+            try:
+                return self.export(folder)
+            except ExportError as error:
+                if not _WITHOUT_CACHE & set(error.codes):
+                    raise
+                log_warnings(error.problems)  # they say that a plain file is possible
+        return self.export(folder / "model.onnx")
 
     def evaluate(self, data: Workload | Iterable[tuple[Any, Tensor]]) -> dict[str, float]:
         """Measure the metrics of a workload, or top-1 accuracy on batches of (inputs, target)."""

@@ -15,8 +15,10 @@ from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import ARTEFACTS, RUNTIMES
 from bitwright.deployment import Artefact, Check, Runtime, check, default_runtime, export, export_float, open_runtime
 from bitwright.deployment import readers as runtimes_that_read
+from bitwright.deployment.artefacts.base import QDQ
 from bitwright.deployment.artefacts.weights import weight_file
-from bitwright.deployment.export import onnx_path
+from bitwright.deployment.decoder import is_decoder
+from bitwright.deployment.export import is_folder, onnx_path
 from bitwright.deployment.onnx_files import stored_bytes
 from bitwright.deployment.runtimes.base import suffixes
 from bitwright.ptq.quantize import SavedModel, load_prepared
@@ -70,7 +72,8 @@ def export_workload(
 
     The suffix of `path` determines the runtime: .onnx, .pt2 (inductor), .pte (ExecuTorch), .param (ncnn) or .tflite
     (LiteRT). `artefact` is the kind of artefact, by default the backend's first. Without `dynamic_batch`, the batch is
-    that of the example inputs.
+    that of the example inputs. A folder (no suffix) gets a decoder
+    with its cache and the files of onnxruntime-genai.
 
     >>> import tempfile, torch
     >>> from bitwright import Workload, export_workload
@@ -82,18 +85,25 @@ def export_workload(
     'model.onnx'
     """
     path, begin = Path(path), phases(progress)
+    found: Workload | None = None
     if saved is not None and artefact is not None and weight_file(artefact) is not None:
         found = _loaded(workload, saved, progress)
         begin("exporting")
         made = export(found.model, path, found.inputs, artefact=artefact)
         return ExportedFile(path=path, bytes=made.bytes, artefact=made)
+    if saved is not None and artefact in (None, QDQ) and is_folder(path):
+        found = _loaded(workload, saved, progress)
+        if is_decoder(found.model):
+            begin("exporting")
+            decoder = export(found.model, path, found.inputs, artefact=artefact)
+            return ExportedFile(path=decoder.path, bytes=decoder.bytes, artefact=decoder)
     if path.suffix not in {own for own, _ in suffixes().values()}:
         path = onnx_path(path)  # raises
     if path.suffix != ".onnx" and (own := runtimes_that_read(path)) != runtimes_that_read(Path("model.onnx")):
         return _export_for(own[0], workload, path, saved, progress)
     written = None
     with replacing_with_siblings(path) as temporary:  # first, to fail early if the folder can't be written
-        found = _loaded(workload, saved, progress)
+        found = found or _loaded(workload, saved, progress)
         begin("exporting")
         if saved is None:
             export_float(found.model, temporary, found.inputs, dynamic_batch=dynamic_batch)

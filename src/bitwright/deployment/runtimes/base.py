@@ -34,6 +34,7 @@ from bitwright.workload.data import in_chunks
 
 if TYPE_CHECKING:
     from bitwright.deployment.measurement import Latency
+    from bitwright.deployment.runtimes.decoding import CacheLayout
 
 
 class Runtime(ABC):
@@ -50,6 +51,8 @@ class Runtime(ABC):
     """A format of activations with integer kernels in this runtime."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    cache: CacheLayout | None = None
+    """The cached tensors of a decoder. Calls may leave them out, and get only the scores."""
     batch: int | None
     """The fixed batch size of the artefact, or None if it takes any."""
 
@@ -119,13 +122,14 @@ class Runtime(ABC):
     def feed(self, *args: Any, **kwargs: Any) -> dict[str, NDArray[Any]]:
         """The input arrays of a call of the model: keywords by name, the others in order."""
         arrays: dict[str, NDArray[Any]] = {}
+        inputs = self.inputs if self.cache is None else self.inputs[:1]
         rest: list[Tensor] = [tensor for _, tensor in tensors_in(args)]
         for path, tensor in tensors_in(kwargs):
             if path in self.inputs:
                 arrays[path] = self.array(tensor)
             else:
                 rest.append(tensor)
-        free = [name for name in self.inputs if name not in arrays]
+        free = [name for name in inputs if name not in arrays]
         if len(rest) != len(free):
             raise ArtefactError(
                 f"the artefact takes {len(self.inputs)} tensors",
@@ -134,7 +138,7 @@ class Runtime(ABC):
                 code="wrong-inputs",
             )
         arrays.update({name: self.array(tensor) for name, tensor in zip(free, rest, strict=True)})
-        return arrays
+        return arrays if self.cache is None else self.cache.completed(arrays, self.inputs)
 
     def array(self, tensor: Tensor) -> NDArray[Any]:
         """Convert one input for the artefact."""

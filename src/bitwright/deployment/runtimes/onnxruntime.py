@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from bitwright.core.files import scratch_folder
 from bitwright.deployment.onnx_files import data_files, load_onnx, operator_of, producing_operator
 from bitwright.deployment.runtimes.base import OnnxReader, input_error
+from bitwright.deployment.runtimes.decoding import layout_of_inputs
 
 _INTEGER = {
     "QLinearConv",
@@ -36,24 +38,38 @@ class OnnxRuntime(OnnxReader):
     def missing() -> str | None:
         return None if find_spec("onnxruntime") else "the package onnxruntime is not installed"
 
-    def __init__(self, path: Path, *, threads: int | None = None) -> None:
+    def __init__(self, path: Path, *, threads: int | None = None, config: Mapping[str, str] | None = None) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
+        for key, value in (config or {}).items():
+            options.add_session_config_entry(key, value)
         if threads is not None:
             options.intra_op_num_threads = threads
         self.path = path
         self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         self.inputs = tuple(value.name for value in self.session.get_inputs())
-        self.outputs = tuple(value.name for value in self.session.get_outputs())
+        self.cache = layout_of_inputs({value.name: value.shape for value in self.session.get_inputs()})
+        presents = () if self.cache is None else self.cache.presents
+        self.outputs = tuple(value.name for value in self.session.get_outputs() if value.name not in presents)
         sizes = [value.shape[0] for value in self.session.get_inputs() if value.shape]
         self.batch = sizes[0] if sizes and all(isinstance(size, int) for size in sizes) else None
 
     def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
         """Run once."""
+        return self._run(self.outputs, feed)
+
+    def run_all(self, feed: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """All outputs by name, also those for the cache, which `run` omits."""
+        if self.cache is not None:
+            feed = self.cache.completed(feed, self.inputs)
+        names = self.outputs if self.cache is None else (*self.outputs, *self.cache.presents)
+        return dict(zip(names, self._run(names, feed), strict=True))
+
+    def _run(self, outputs: Sequence[str], feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
         try:
-            results: list[NDArray[Any]] = self.session.run(None, feed)
+            results: list[NDArray[Any]] = self.session.run(outputs, feed)
         except Exception as error:
             raise input_error(self.name, error) from error
         return results

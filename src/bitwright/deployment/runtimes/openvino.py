@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from bitwright.deployment.onnx_files import load_onnx, operator_of
 from bitwright.deployment.runtimes.base import OnnxReader, input_error
+from bitwright.deployment.runtimes.decoding import layout_of_inputs
 
 _PRODUCTS = {"Convolution", "GroupConvolution", "Deconvolution", "FullyConnected", "MatMul"}
 
@@ -28,6 +29,10 @@ def _core() -> Any:
     import openvino
 
     return openvino.Core()
+
+
+def _size(dimension: Any) -> int | None:
+    return int(dimension.get_length()) if dimension.is_static else None
 
 
 class OpenVino(OnnxReader):
@@ -47,7 +52,11 @@ class OpenVino(OnnxReader):
         core = _core()
         self.compiled = core.compile_model(core.read_model(str(path)), "CPU", config)
         self.inputs = tuple(port.any_name for port in self.compiled.inputs)
-        self.outputs = tuple(port.any_name for port in self.compiled.outputs)
+        self.cache = layout_of_inputs(
+            {port.any_name: [_size(size) for size in port.partial_shape] for port in self.compiled.inputs}
+        )
+        presents = () if self.cache is None else self.cache.presents
+        self.outputs = tuple(port.any_name for port in self.compiled.outputs if port.any_name not in presents)
         shapes = [port.partial_shape for port in self.compiled.inputs]
         sizes = [shape[0] for shape in shapes if shape.rank.is_static and len(shape)]
         self.batch = sizes[0].get_length() if sizes and all(size.is_static for size in sizes) else None
@@ -55,11 +64,17 @@ class OpenVino(OnnxReader):
 
     def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
         """Run once."""
+        results = self.run_all(feed)
+        return [results[name] for name in self.outputs]
+
+    def run_all(self, feed: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """All outputs by name, also those for the cache, which `run` omits."""
+        complete = feed if self.cache is None else self.cache.completed(feed, self.inputs)
         try:
-            results = self.request.infer(feed)
+            results = self.request.infer(complete)
         except Exception as error:
             raise input_error(self.name, error) from error
-        return [np.array(results[port]) for port in self.compiled.outputs]
+        return {port.any_name: np.array(results[port]) for port in self.compiled.outputs}
 
     def executed(self) -> dict[str, int]:
         """Count the layers of the compiled program by their precision."""
