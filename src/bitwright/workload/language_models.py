@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -212,7 +213,7 @@ def _read(wanted: TextModel) -> tuple[Any, Any]:
     if wanted.scheme == "gguf":
         options["gguf_file"] = path.name
     try:
-        with _quiet():
+        with _quiet(), redirect_stderr(StringIO()):  # the bar of GGUF conversions has no switch
             tokenizer = AutoTokenizer.from_pretrained(place, **options)
             model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **options)
     except Exception as error:  # transformers raises different types, also those of its dependencies
