@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -288,3 +290,16 @@ def test_formats_of_kernels_need_an_indicator(run, small, output):
 
 def test_an_artefact_of_an_unknown_kind(run, small, output):
     fails(run("export", small, "--float", "-o", f"{output}.xyz"), "unknown-suffix", facts=[".onnx"])
+
+
+def test_a_file_system_that_takes_no_files(run, small):
+    fails(run("plan", small, "-o", "/proc/bitwright.yaml"), "no-permission", facts=["/proc"])
+
+
+def test_a_missing_workload_is_found_before_torch_is_imported():
+    code = (
+        "import sys; from bitwright.cli import main; sys.argv = ['bitwright', 'quantize'];"
+        "import atexit; atexit.register(lambda: print('torch' in sys.modules)); main()"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert (ran.returncode, ran.stdout.strip()) == (2, "False"), ran.stderr

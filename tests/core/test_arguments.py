@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems import raises_problem
 from torch import nn
 
 import bitwright
@@ -211,7 +212,7 @@ _BATCH = torch.randn(4, 8)
         ("steps", lambda: quantize(_Two(), [_BATCH], steps=None)),  # type: ignore[arg-type]
         ("seed", lambda: quantize(_Two(), [_BATCH], seed="a")),  # type: ignore[arg-type]
         ("memory", lambda: quantize(_Two(), [_BATCH], memory="a")),  # type: ignore[arg-type]
-        ("plan", lambda: quantize(_Two(), [_BATCH], plan="plan.yaml")),  # type: ignore[arg-type]
+        ("plan", lambda: quantize(_Two(), [_BATCH], plan=3)),  # type: ignore[arg-type]
         ("artefact", lambda: quantize(_Two(), [_BATCH], artefact="qdq")),  # type: ignore[arg-type]
         ("keep_float", lambda: quantize(_Two(), [_BATCH], keep_float=3)),  # type: ignore[typeddict-item]
         ("path", lambda: bitwright.export_float(_Two(), None, _BATCH)),  # type: ignore[arg-type]
@@ -302,3 +303,50 @@ def test_public_functions_refuse_impossible_numbers(call: Callable[..., Any], na
     with pytest.raises(ImpossibleArgument) as caught:
         call(torch.nn.Linear(4, 2), torch.ones(1, 4))
     assert [problem.where for problem in caught.value.problems] == [name]
+
+
+@pytest.mark.parametrize(
+    ("make", "where", "mentions"),
+    [
+        (lambda: bitwright.Goal(drop="1 percent"), "drop", "1%"),
+        (lambda: bitwright.Goal(drop=-1), "drop", "at least 0"),
+        (lambda: bitwright.Goal(objective="speed"), "objective", "latency"),
+        (lambda: bitwright.Budget(minutes="x"), "minutes", "number"),
+        (lambda: bitwright.Space(samples=["a"]), "samples.0", "whole number"),
+        (lambda: bitwright.TuneConfig(seed=-1), "seed", "at least 0"),
+    ],
+)
+def test_wrong_settings_are_our_errors(make: Callable[[], object], where: str, mentions: str) -> None:
+    with raises_problem("invalid-value", where=where, mentions=mentions) as error:
+        make()
+    assert isinstance(error.value, ValueError)
+    assert "pydantic" not in str(error.value)
+    assert len(error.value.problems) == 1
+
+
+@pytest.mark.parametrize(("settings", "mentions"), [({"epochs": -3}, "at least 1"), ({"optimizer": "adam"}, "'adamw'")])
+def test_a_fix_of_a_training_setting_says_what_it_takes(settings: dict[str, Any], mentions: str) -> None:
+    with raises_problem("invalid-setting", where=next(iter(settings)), mentions=mentions):
+        bitwright.TrainConfig(**settings)
+
+
+def test_what_to_pass_instead() -> None:
+    model, x = torch.nn.Linear(8, 4), torch.randn(2, 8)
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: bitwright.prepare(model, "p.yaml"), "Plan.load('p.yaml')"),  # type: ignore[arg-type]
+        (lambda: bitwright.make_plan("net"), "capture("),  # type: ignore[arg-type]
+        (lambda: bitwright.SiteSpec(format="int8"), "Format.parse('int8')"),  # type: ignore[arg-type]
+        (lambda: bitwright.load("out", model), "model=…"),  # type: ignore[arg-type]
+        (lambda: bitwright.quantize(x, [x]), "model"),  # type: ignore[arg-type]
+        (lambda: bitwright.Qat(model, "digits"), 'load_workload("digits")'),
+    ]
+    for call, fix in calls:
+        with raises_problem("wrong-argument-type") as error:
+            call()
+        assert fix in str(error.value.problems[0].fix)
+
+
+def test_a_setting_of_another_argument_is_found_there() -> None:
+    workload = bitwright.Workload(name="tiny", model=torch.nn.Linear(8, 4), inputs=(torch.randn(2, 8),))
+    with raises_problem("unknown-argument", where="epochs", mentions="config=TrainConfig(epochs=…)"):
+        bitwright.Trainer(workload, epochs=3)  # type: ignore[call-arg]

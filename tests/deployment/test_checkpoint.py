@@ -249,3 +249,14 @@ def test_integers_in_place_of_floats_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as caught:
         load_checkpoint(_small(), tmp_path / "ints.safetensors")
     assert {p.code for p in caught.value.problems} == {"state-dtype"}
+
+
+def test_a_file_of_another_kind_is_not_called_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "models.py"
+    path.write_text("import torch\n")
+    for read in (lambda: bitwright.load_checkpoint(nn.Linear(2, 2), path), lambda: bitwright.Plan.load(path)):
+        with raises_problem("wrong-kind-of-file", where=path):
+            read()
+    for load in (bitwright.Cluster.load, bitwright.DeviceProfile.load):
+        with raises_problem("wrong-kind-of-file", where=path):
+            load(path)

@@ -371,3 +371,13 @@ def test_a_suffix_other_than_onnx_is_refused(
     with raises_problem("unknown-suffix", where=tmp_path / name):
         quantized.export(tmp_path / name)
     assert not list(tmp_path.iterdir())
+
+
+def test_run_says_what_it_takes(tmp_path: Path) -> None:
+    x = torch.randn(2, 4)
+    runtime = bw.open_runtime("onnxruntime", bw.export_float(nn.Linear(4, 2), tmp_path / "model.onnx", x))
+    [name] = runtime.inputs
+    assert runtime.run({name: x.numpy()})[0].shape == (2, 2)
+    for wrong in (x, [x], (x,), {"other": x.numpy()}, {name: x}):
+        with raises_problem("wrong-inputs", mentions=name):
+            runtime.run(wrong)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from problems import raises_problem
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 import bitwright as bw
 from bitwright.core.errors import PlanError
+from bitwright.deployment import measure_distance
 
 
 class Fork(nn.Module):
@@ -174,3 +177,56 @@ def test_a_name_is_kept_with_a_plan() -> None:
     plan = bw.make_plan(bw.capture(model, data))
     assert bw.quantize(model, [data], plan=plan, name="mine").plan.model == "mine"
     assert plan.model is None
+
+
+def test_a_plan_may_be_a_path(tmp_path: Path) -> None:
+    model, data = nn.Sequential(nn.Linear(4, 2)), torch.randn(8, 4)
+    plan = bw.make_plan(bw.capture(model, data))
+    assert bw.quantize(model, [data], plan=plan.save(tmp_path / "plan.yaml")).plan == plan
+
+
+def test_an_empty_batch_is_called_so() -> None:
+    with raises_problem("empty-batch", mentions="(0, 4)"):
+        bw.quantize(nn.Sequential(nn.Linear(4, 2)), [torch.randn(0, 4)])
+
+
+def test_a_wrong_shape_is_one_error_in_capture_too() -> None:
+    with raises_problem("model-failed", mentions="(2, 3)"):
+        bw.capture(nn.Sequential(nn.Linear(4, 2)), torch.randn(2, 3))
+
+
+def test_a_precision_that_the_target_lacks_names_others() -> None:
+    with raises_problem("unsupported-precision", where="precision", mentions="w4a8") as error:
+        bw.quantize(nn.Sequential(nn.Linear(4, 2)), [torch.randn(8, 4)], "int9")
+    assert "*" not in str(error.value)
+
+
+def test_an_unknown_site_has_no_second_problem() -> None:
+    plan = bw.Plan.from_yaml("{bitwright: 1, sites: {'1:weight': int4/channel/sym}}")
+    with raises_problem("unknown-site", where="1:weight") as error:
+        bw.quantize(nn.Sequential(nn.Linear(4, 2)), [torch.randn(8, 4)], plan=plan, backend="tensorrt")
+    assert error.value.codes == ["unknown-site"]
+
+
+def test_check_uses_calibration_samples_or_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = torch.randn(16, 4)
+    quantized = bw.quantize(nn.Sequential(nn.Linear(4, 2)), [data], example=data[:1])
+    path = quantized.export(tmp_path / "model.onnx").path
+    assert quantized.check(path).samples == 16
+    caplog.clear()
+    loaded = bw.load(quantized.save(tmp_path / "out"), model=nn.Sequential(nn.Linear(4, 2)), inputs=(data[:1],))
+    assert loaded.check(path).samples == 1
+    assert [record.levelname for record in caplog.records if record.name == "bitwright"] == ["WARNING"]  # one sample
+
+
+def test_learned_scales_far_from_float_are_not_blamed_on_data() -> None:
+    data = torch.randn(16, 4)
+    qat = bw.Qat(nn.Sequential(nn.Linear(4, 2)), [data])
+    with torch.no_grad():
+        for quantizer in bw.quantizers_of(qat.model).values():
+            for parameter in quantizer.parameters():
+                parameter.mul_(100.0)
+    distance = measure_distance(qat.model, data)
+    [warning] = [problem for problem in distance.warnings if problem.code == "far-from-float"]
+    assert "quantizer_lr" in str(warning.fix)
+    assert "calibration" not in str(warning.fix)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import raises_problem
 from pydantic import ValidationError
 from torch import nn
 
@@ -66,7 +67,7 @@ def test_wrong_goals_are_refused(wrong: dict[str, object]) -> None:
 
 
 def test_a_budget_is_positive() -> None:
-    with pytest.raises(ValidationError):
+    with raises_problem("invalid-value", where="minutes"):
         Budget(minutes=0)
 
 

@@ -13,6 +13,7 @@ from bitwright.backends.choices import Choices, reject_choices_with_plan
 from bitwright.core import display
 from bitwright.core.errors import PlanError, Problem, did_you_mean
 from bitwright.core.formats import Format
+from bitwright.core.formatting import counted
 from bitwright.core.formatting import size as size_text
 from bitwright.plan import Plan
 
@@ -46,7 +47,7 @@ class WeightCosts(display.Summarized):
     samples: int
 
     def __repr__(self) -> str:
-        return f"<Costs of {len(self.sites)} weights on {self.samples} samples>"
+        return f"<Costs of {counted(len(self.sites), 'weight')} on {counted(self.samples, 'sample')}>"
 
     def summary(self) -> Iterator[display.Table | str]:
         """The penalty of each candidate, for the most sensitive weights."""

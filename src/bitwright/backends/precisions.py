@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bitwright.backends.choices import Choices, patterns_of, reject_choices_with_plan, weight_format
-from bitwright.backends.table import DEFAULT_BACKEND, backend
+from bitwright.backends.table import DEFAULT_BACKEND, BackendTable, backend
 from bitwright.backends.token_models import HEAD_BITS
-from bitwright.core.errors import PlanError, Problem, TrainError, did_you_mean
+from bitwright.core.errors import FormatError, PlanError, Problem, TrainError, did_you_mean
 from bitwright.core.formats import Format
 from bitwright.core.registry import KERNELS
 from bitwright.graph import Graph
@@ -22,6 +22,7 @@ from bitwright.plan import ComputeSpec, Plan
 Precision = str | Path | Plan
 _WORD = re.compile(r"(?:int(\d+)|w(\d+)a(\d+))(-dynamic)?", re.IGNORECASE)
 _FP8 = {"weights": "fp8e4m3/channel", "activations": "fp8e4m3/token/dynamic"}
+_COMMON = ("int8", "int4", "int2", "w4a8", "w2a8", "w8a16", "w4a16", "w8a8-dynamic", "w4a8-dynamic")
 _FLOAT_BITS = (16, 32)
 """Activations with these bits stay in float (w4a16: weights only), unless the target has 16-bit integers."""
 _FIRST_LAST_BITS = 8
@@ -127,6 +128,8 @@ def resolve(
     else:
         usual = _widths(table.activations.format, activation_bits)
     made["activations"] = choices.get("activations") or usual
+    if not choices.get("weights") and not choices.get("activations"):
+        _require_supported(str(precision), table, made)
     if low and (weight_only or dynamic) and choices.get("head_bits") is None:
         head = weight_format(made, table).with_bits(HEAD_BITS)
         made["head_bits"] = HEAD_BITS if table.weights.allows(head) else None
@@ -140,6 +143,43 @@ def resolve(
             if choices.get(key) is None:
                 made[key] = _START
     return None, target, made, notes
+
+
+def _require_supported(precision: str, table: BackendTable, choices: Choices) -> None:
+    """Raise if the target can't run the formats that a precision stands for."""
+    if _runs(table, choices):
+        return
+    usable = [name for name in _COMMON if _runs(table, _formats(name, table))]
+    raise TrainError.single(
+        f"{table.name} can't run this precision",
+        where="precision",
+        value=precision,
+        fix=f"use one of: {', '.join(usable)}" + ("" if table.name == "academic" else '; or backend="academic"'),
+        code="unsupported-precision",
+    )
+
+
+def _runs(table: BackendTable, choices: Choices) -> bool:
+    try:
+        activations = table.activations.parse(choices.get("activations") or "float")
+        return table.weights.allows(weight_format(choices, table)) and (
+            activations.is_plain_float or table.activations.allows(activations)
+        )
+    except FormatError:
+        return False
+
+
+def _formats(precision: str, table: BackendTable) -> Choices:
+    """The formats of a precision in `_COMMON`."""
+    match = _WORD.fullmatch(precision)
+    assert match is not None
+    weights, activations = int(match[2] or match[1]), int(match[3] or match[1])
+    made: Choices = {"weights": _widths(table.weights.format, weights)}
+    if activations not in _FLOAT_BITS:
+        made["activations"] = (
+            f"int{activations}/token/sym/dynamic" if match[4] else _widths(table.activations.format, activations)
+        )
+    return made
 
 
 def _simulated(precision: Precision) -> str:

@@ -200,7 +200,9 @@ def resolve_for_backend(plan: Plan, table: BackendTable, graph: Graph, *, name: 
     problems = plan.validate(graph)
     # a plan with unresolved patterns has no sites to check
     known = replace(plan, sites={key: spec for key, spec in plan.sites.items() if not is_pattern(key)})
-    problems += check_plan(known if problems else plan.resolve(graph), table, graph)
+    unknown = {problem.where for problem in problems if problem.code == "unknown-site"}
+    found = check_plan(known if problems else plan.resolve(graph), table, graph)
+    problems += [problem for problem in found if problem.where not in unknown]
     if problems:
         raise PlanError(problems, title=problems_title(plan, name))
     return plan.resolve(graph)

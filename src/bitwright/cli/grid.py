@@ -10,6 +10,7 @@ import typer
 from bitwright.cli.options import DataOption, GridWorkloadOption, IterationsOption, option, require
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
+from bitwright.core.formatting import counted
 
 GridArg = Annotated[Path, typer.Argument(metavar="GRID.yaml", help="The file of the grid (docs/grid.md).")]
 BoardArg = Annotated[Path, typer.Argument(metavar="LEADERBOARD.json", help="The output of `bitwright grid run`.")]
@@ -144,4 +145,4 @@ def grid_leaderboard(
     write_leaderboard_page(board, output, results=file.name, reports=reports)
     facts = {"rows": len(board.rows), "reports": linked, "config_hash": board.config_hash}
     out.data({"output": str(output), **facts})
-    out.say(f"{output}: {len(board.rows)} rows, {linked} with a report")
+    out.say(f"{output}: {counted(len(board.rows), 'row')}, {linked} with a report")

@@ -107,7 +107,7 @@ def open_workload(out: Out, ref: str) -> Workload:
 def require(flag: str, value: object, fix: str) -> None:
     """Reject a call without this option."""
     if not value:
-        raise BitwrightError(f"{flag} is required", where=flag, fix=fix, code="option-missing")
+        raise BitwrightError(f"{flag} is required", fix=fix, code="option-missing")
 
 
 def exclude(flag: str, others: Mapping[str, object]) -> None:

@@ -71,11 +71,11 @@ def quantize(
     PTQ algorithms that recover accuracy without training. If they are interrupted, rerun the command to resume after
     the last finished layer or block.
     """
-    from bitwright.workflows import quantize_mqbench, quantize_workload
-
     if config is not None:
         given = {"WORKLOAD": workload, "--backend": backend, "--plan": plan, "--precision": precision}
         exclude("--config", {**given, "--samples": samples, "--step": step, "other options": list(choices)})
+        from bitwright.workflows import quantize_mqbench
+
         with out.progress(f"reading {config}") as progress:
             run = quantize_mqbench(
                 config, output, data=data, checkpoint=checkpoint, iterations=iterations, progress=progress
@@ -87,6 +87,8 @@ def quantize(
     require("--output", output, "--output FOLDER")
     assert workload is not None
     assert output is not None
+    from bitwright.workflows import quantize_workload  # imports torch, so later than the checks
+
     with out.progress(f"loading {workload}") as progress:
         result = quantize_workload(
             workload,

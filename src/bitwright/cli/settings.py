@@ -50,14 +50,14 @@ def with_choices(function: Function) -> Function:
     added = {"backend": options.BackendOption, "plan": options.PlanOption, **_CHOICES}
 
     def run(*args: Any, plan: Any, **arguments: Any) -> None:
-        from bitwright.plan import Plan
-
         given = {name: arguments.pop(name) for name in _CHOICES}
         choices = {name: value for name, value in given.items() if value not in (None, [])}
         if plan is not None:
             exclude("--plan", {f"--{name.replace('_', '-')}": value for name, value in choices.items()})
         loaded = None
         if plan is not None:
+            from bitwright.plan import Plan  # imports torch
+
             try:
                 loaded = Plan.load(plan)
             except PlanError as error:

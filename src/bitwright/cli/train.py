@@ -77,12 +77,12 @@ def train(
     interruption, rerun the command to resume from the last checkpoint; the result is bit-identical.
     A config.yaml of MQBench sets the network, its quantizers and the whole training; --iterations shortens it.
     """
+    require("WORKLOAD", workload or config, "file.py:function, a built-in workload, or a config.yaml of MQBench")
     from bitwright.importers.mqbench import train_mqbench
     from bitwright.reports.files import TrainReport
     from bitwright.training import Callback, TensorBoard, Trainer, tensorboard_problem
 
     speaks = os.environ.get("RANK", "0") == "0"
-    require("WORKLOAD", workload or config, "file.py:function, a built-in workload, or a config.yaml of MQBench")
     if config is None and str(workload).endswith((".yaml", ".yml")):
         config, workload = Path(str(workload)), None
     ours = {"--precision": precision, "--plan": plan, "--backend": backend, "options of plans": choices}
@@ -91,11 +91,8 @@ def train(
     else:
         exclude("a workload", {"--data": data, "--iterations": iterations})
     callbacks: list[Callback] = [TrainReport()]
-    missing = tensorboard_problem()
-    if tensorboard or (tensorboard is None and missing is None):
+    if tensorboard or (tensorboard is None and tensorboard_problem() is None):
         callbacks.append(TensorBoard(output / "tensorboard"))
-    elif tensorboard is None and speaks:
-        out.note(f"no TensorBoard logs: {missing}")
     found = None if config is not None else open_workload(out, str(workload))
     with out.progress("training") as progress:
         common: Any = {

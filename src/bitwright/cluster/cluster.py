@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr
 
 from bitwright.cluster.memory import RESERVE, MemoryLimit
 from bitwright.core.arguments import reject_unknown, strict
-from bitwright.core.documents import MOST_YAML, parse_yaml, read_text
+from bitwright.core.documents import MOST_YAML, parse_yaml, read_text, reject_other_kind
 from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean
 from bitwright.core.schemas import DeviceName, Strict, validated
 from bitwright.profiling.device_profile import CollectiveCost, DeviceProfile
@@ -97,6 +97,9 @@ class Cluster(Strict):
     @staticmethod
     def load(path: str | Path) -> Cluster:
         """Read a file."""
+        reject_other_kind(
+            path, what="a cluster file", fix="give the path of a cluster.yaml; docs/predict.md has an example"
+        )
         text = read_text(path, what="the cluster", fix="give the path of a cluster.yaml", most=MOST_YAML)
         cluster = Cluster.from_yaml(text, where=str(path))
         cluster._folder = Path(path).parent

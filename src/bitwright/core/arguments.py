@@ -25,8 +25,10 @@ from typing import (
 )
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, ValidationError
 
 from bitwright.core.errors import PlanError, Problem, did_you_mean
+from bitwright.core.schemas import argument_problems
 
 Count = Annotated[int, Ge(1), Lt(2**63)]
 """A number of items: at least 1."""
@@ -139,7 +141,10 @@ def type_name(hint: Any) -> str:
     """A readable name of the type."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(type_name(kind) for kind in get_args(hint)))
+        kinds = get_args(hint)
+        path = ["a path"] if str in kinds and Path in kinds else []
+        rest = [type_name(kind) for kind in kinds if not path or kind not in (str, Path)]
+        return " or ".join(dict.fromkeys([*path, *rest]))
     if hint is None or hint is NoneType:
         return "None"
     if isinstance(hint, TypeVar) and hint.__bound__ is not None:
@@ -199,14 +204,30 @@ def strict(target: Any) -> Any:
     return _strict_class(target) if isinstance(target, type) else _strict_function(target, target.__qualname__)
 
 
-def reject_unknown(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise an error that lists every name in `given` that isn't in `known`."""
+def reject_unknown(
+    function: str, given: Iterable[str], known: Iterable[str], hints: Mapping[str, Any] | None = None
+) -> None:
+    """Raise an error that lists every name in `given` that isn't in `known`.
+
+    The `hints` of arguments tell whether a name belongs to the settings that one of them takes.
+    """
     names = list(known)
+    nested = {
+        field: f"{argument}={kind.__name__}({field}=…)"
+        for argument, hint in (hints or {}).items()
+        for kind in _classes(hint)
+        if issubclass(kind, BaseModel) and argument in names
+        for field in kind.model_fields
+    }
     problems = [
         Problem(
             what=f"{function}() has no argument {name!r}",
             where=name,
-            fix=did_you_mean(name, names) if names else "remove it: the function takes no keyword arguments",
+            fix=f"pass {nested[name]}"
+            if name in nested
+            else did_you_mean(name, names)
+            if names
+            else "remove it: the function takes no keyword arguments",
             code="unknown-argument",
         )
         for name in given
@@ -227,7 +248,7 @@ def reject_wrong_types(function: str, given: Mapping[str, Any], hints: Mapping[s
                     what=f"{function}() takes {wanted} as {name!r}",
                     where=name,
                     value=type(value).__name__,
-                    fix=_fix(value, hints[name], wanted),
+                    fix=_fix(value, hints[name], wanted, {key: h for key, h in hints.items() if key not in given}),
                     code="wrong-argument-type",
                 )
             )
@@ -249,12 +270,42 @@ def reject_impossible(function: str, given: Mapping[str, Any], hints: Mapping[st
         raise ImpossibleArgument(problems)
 
 
-def _fix(value: Any, hint: Any, wanted: str) -> str:
+def _fix(value: Any, hint: Any, wanted: str, others: Mapping[str, Any]) -> str:
+    """What to pass instead; `others` are the types of arguments that weren't given."""
     if isinstance(value, type) and class_matches(value, hint):
         return f"pass an instance of the class: {value.__name__}(…)"
-    if fits([value], hint):
+    if isinstance(value, str | Path):
+        made = next((made for kind in _classes(hint) if (made := _made_from_text(kind, str(value)))), None)
+        if made is not None:
+            return f"pass {made}"
+        if "iterable" in wanted or "list" in wanted:
+            return f'pass the data itself; bitwright.load_workload("{value}").calibration() reads that of a workload'
+    elif fits([value], hint):
         return "pass a list, even for a single item"
+    if _is_tensor(value) and wanted.startswith("a torch.nn."):
+        return "pass the model here, and the inputs in the next argument"
+    place = next(
+        (name for name, other in others.items() if any(isinstance(value, kind) for kind in _classes(other))), None
+    )
+    if place is not None:
+        return f"pass it as {place}=…"
     return f"pass {wanted}"
+
+
+def _classes(hint: Any) -> list[type]:
+    """The classes of this package and of torch in a hint."""
+    kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
+    return [kind for kind in kinds if kind.__module__.startswith(("bitwright.", "torch."))]
+
+
+def _made_from_text(kind: type, text: str) -> str | None:
+    """The call that makes an object of this class from a path or a name."""
+    if kind.__name__ == "Graph":
+        return "capture(model, inputs), which makes a Graph"
+    for name in ("load", "parse"):
+        if hasattr(kind, name) and not hasattr(kind, "state_dict"):
+            return f"{kind.__name__}.{name}({text!r})"
+    return None
 
 
 def class_matches(cls: type, hint: Any) -> bool:
@@ -317,10 +368,11 @@ def _strict_function(
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal hints
-        if kwargs and not names.issuperset(kwargs):
-            reject_unknown(title, [name for name in kwargs if name not in names], sorted(names - {"self", "cls"}))
         if hints is None:  # evaluated at the first call, when the module is fully defined
             hints = _hints(function, signature)
+        if kwargs and not names.issuperset(kwargs):
+            unknown = [name for name in kwargs if name not in names]
+            reject_unknown(title, unknown, sorted(names - {"self", "cls"}), hints)
         if hints:
             given = {**dict(zip(positional, args, strict=False)), **kwargs}
             reject_wrong_types(title, given, hints)
@@ -360,6 +412,20 @@ def _unpacked(
     return None if found is None else dict(read(found))
 
 
+def _translated(init: Callable[..., None], name: str, fields: Mapping[str, Any]) -> Callable[..., None]:
+    """The constructor of a pydantic model, with errors of this package."""
+
+    @functools.wraps(init)
+    def call(self: Any, /, *args: Any, **values: Any) -> None:
+        try:
+            init(self, *args, **values)
+        except ValidationError as error:
+            title = f"{name} can't have these values"
+            raise ImpossibleArgument(argument_problems(error, fields), title=title) from None
+
+    return call
+
+
 def _strict_class(cls: type) -> type:
     changed = cast(Any, cls)
     for name, member in list(vars(cls).items()):
@@ -374,7 +440,8 @@ def _strict_class(cls: type) -> type:
     if fields is not None:
         if "__init__" not in vars(cls):  # pydantic's __init__; a replacement is not called when files are validated
             aliases = [field.alias for field in fields.values() if field.alias is not None]
-            changed.__init__ = _strict_function(changed.__init__, cls.__name__, [*fields, *aliases])
+            own = _strict_function(changed.__init__, cls.__name__, [*fields, *aliases])
+            changed.__init__ = _translated(own, cls.__name__, fields)
     elif "__init__" in vars(cls):
         # a dataclass with its own checks gives better messages
         changed.__init__ = _strict_function(changed.__init__, cls.__name__, types="__post_init__" not in vars(cls))

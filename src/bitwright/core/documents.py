@@ -38,6 +38,7 @@ __all__ = [
     "read_text",
     "read_yaml",
     "regular",
+    "reject_other_kind",
 ]
 
 ErrorType = type[BitwrightError]
@@ -131,6 +132,22 @@ def _chunks(path: Path, what: str, fix: str | None, error: ErrorType) -> Iterato
             else:
                 time.sleep(0.02)
                 waited += 0.02
+
+
+_KINDS_OF_FILES = {
+    ".py": "Python code",
+    ".onnx": "an ONNX model",
+    ".safetensors": "a checkpoint",
+    ".html": "a page",
+    **dict.fromkeys((".pt", ".pth", ".tar", ".bin"), "a file of torch.save"),
+}
+
+
+def reject_other_kind(path: str | Path, *, what: str, fix: str, error: ErrorType = BitwrightError) -> None:
+    """Raise if the suffix belongs to another kind of file, whose content would only be called damaged."""
+    kind = _KINDS_OF_FILES.get(Path(path).suffix)
+    if kind is not None and Path(path).is_file():
+        raise error(f"this is not {what}, but {kind}", where=str(path), fix=fix, code="wrong-kind-of-file")
 
 
 def read_text(

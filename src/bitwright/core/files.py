@@ -81,6 +81,8 @@ def disk_error(
         named = getattr(one, "filename", None)
         own = path is not None and (not strict or named is None or PREFIX in os.fsdecode(named))
         where = path if own or named is None else named
+        if number == errno.ENOENT and where is not None and Path(os.fsdecode(where)).parent.is_dir():
+            number = errno.EACCES  # the folder exists: this file system (/proc) creates no files
         return _disk_error(number, None if where is None else Path(os.fsdecode(where)), needed)
     return None
 

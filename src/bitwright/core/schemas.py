@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, Validat
 
 from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean, shortened
 
-__all__ = ["DeviceName", "NonBlank", "ResultModel", "Strict", "problems_of", "validated"]
+__all__ = ["DeviceName", "NonBlank", "ResultModel", "Strict", "argument_problems", "problems_of", "validated"]
 
 ModelT = TypeVar("ModelT")
 _MOST_PROBLEMS = 100
@@ -84,6 +84,45 @@ def problems_of(
     return found
 
 
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "True or False", "string": "text", "finite": "a number"}
+
+
+def argument_problems(error: ValidationError, fields: Collection[str], code: str = "invalid-value") -> list[Problem]:
+    """Pydantic's errors about the arguments of a class, one for each argument, with a fix that says what it takes.
+
+    The branches of a union have an error each; that of a parser says most.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for detail in error.errors(include_url=False):
+        path = list(detail["loc"][:1])
+        path += [part for part in detail["loc"][1:2] if isinstance(part, int)]
+        where = ".".join(str(part) for part in path)
+        if where not in found or (found[where]["type"] != "value_error" and detail["type"] == "value_error"):
+            found[where] = detail
+    return [_argument_problem(where, detail, fields, code) for where, detail in found.items()]
+
+
+def _argument_problem(where: str, detail: Mapping[str, Any], fields: Collection[str], code: str) -> Problem:
+    kind, context = str(detail["type"]), detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        fix = did_you_mean(where, fields)
+        return Problem(what="unknown setting", where=where, fix=fix, code="unknown-argument")
+    what, fix = str(detail["msg"]).removeprefix("Value error, "), ""
+    bound = next((f"{words} {context[key]:g}" for key, words in _BOUNDS.items() if key in context), None)
+    if kind == "value_error":
+        what, _, fix = what.partition(": ")
+    elif kind == "literal_error":
+        what, fix = "this isn't one of the possible values", f"use {context['expected']}"
+    elif bound is not None:
+        what, fix = "the number is outside of its limits", f"give {bound}"
+    elif (taken := _KINDS.get(kind.partition("_")[0])) is not None:
+        what, fix = f"this isn't {taken}", f"give {taken}"
+    else:
+        what = what.replace("Input should be", "it must be")
+    return Problem(what=what, where=where, value=detail["input"], fix=fix or "omit it to use the default", code=code)
+
+
 def _merge_branches(details: Iterable[Mapping[str, Any]], branches: Collection[str]) -> list[Any]:
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for detail in details:
@@ -107,7 +146,8 @@ def _problem(one: Mapping[str, Any], model: object, fix: str | None) -> Problem:
         near = did_you_mean(shortened(str(one["loc"][-1])), _keys(model, one["loc"][:-1]))
         return Problem(what="unknown key", where=where, fix=near, code="unknown-key")
     code = "missing-key" if one["type"] == "missing" else "invalid-value"
-    return Problem(what=one["msg"], where=where, value=one["input"], fix=fix, code=code)
+    what = str(one["msg"]).removeprefix("Value error, ")
+    return Problem(what=what, where=where, value=one["input"], fix=fix, code=code)
 
 
 def _keys(model: object, path: tuple[Any, ...]) -> list[str]:

@@ -14,7 +14,7 @@ from bitwright.backends import DEFAULT_RUNTIME, backend
 from bitwright.core.arguments import Count, strict
 from bitwright.core.display import Summarized, Table
 from bitwright.core.errors import ArtefactError, Problem, WorkloadError, log_warnings
-from bitwright.core.formatting import decibels, number, percent
+from bitwright.core.formatting import counted, decibels, number, percent
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_array, as_call, call_copied, eval_mode, tensors_in
 from bitwright.deployment.artefacts.base import QDQ, kind_of_artefact, read_artefact
@@ -76,7 +76,7 @@ class Check(Summarized):
     def __repr__(self) -> str:
         """One line: the verdict."""
         verdict = "passed" if self.passed else f"diverges at {self.first_divergence or 'the output'}"
-        return f"<Check on {self.runtime}: {verdict}, {self.samples} samples>"
+        return f"<Check on {self.runtime}: {verdict}, {counted(self.samples, 'sample')}>"
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and the verdict as plain data."""
@@ -104,7 +104,7 @@ class Check(Summarized):
             )
             for one in self.outputs
         ]
-        title = f"{self.runtime}: {'passed' if self.passed else 'failed'}, {self.samples} samples"
+        title = f"{self.runtime}: {'passed' if self.passed else 'failed'}, {counted(self.samples, 'sample')}"
         yield Table(["output", "result", "#SQNR", "#largest error", "#same top-1"], rows, title=title)
         if self.distance is not None:
             heads = ["simulated against float", "#SQNR", "#same top-1"]

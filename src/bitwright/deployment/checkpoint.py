@@ -148,6 +148,13 @@ def read_state(path: Path) -> dict[str, Tensor]:
             metadata = file.metadata() or {}
             state: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:  # safetensors, torch and the operating system raise different types
+        if path.suffix != ".safetensors" and path.is_file():
+            raise CheckpointError(
+                "this is not a checkpoint",
+                where=str(path),
+                fix="give a .safetensors file, or a state dict of torch.save (.pth, .pt, .tar, .bin)",
+                code="wrong-kind-of-file",
+            ) from error
         raise CheckpointError(
             f"the checkpoint can't be read: {shortened(str(error))}",
             where=str(path),

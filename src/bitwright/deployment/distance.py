@@ -187,7 +187,10 @@ def _far(attachment: Attachment, found: Distance, *, data: bool) -> Problem:
     operators = list(dict.fromkeys(site.site.rpartition(":")[0] for site in bad))[:3]
     advice.append(f"steps={steps}")
     advice.append(f"keep_float={operators}")
-    advice.insert(0 if data else len(advice), "calibration data similar to the data in production")
+    if any(q.learned for q in attachment.quantizers.values()):  # training has moved the scales, not the data
+        advice.insert(0, "training with a lower learning rate of the scales (quantizer_lr, parameter_groups(lr=…))")
+    else:
+        advice.insert(0 if data else len(advice), "calibration data similar to the data in production")
     return Problem(
         what=f"the quantized model is far from the float model: {found}; these sites have the largest errors",
         where=", ".join(f"{site.site} ({site.sqnr_db:.1f} dB)" for site in bad),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.core.arguments import strict
-from bitwright.core.errors import BitwrightError, CaptureError, Problem, first_line, line_of
+from bitwright.core.errors import BitwrightError, CalibrationError, CaptureError, Problem, first_line, line_of
 from bitwright.core.tensor_tree import as_call, batch_size, plain_tensors, slice_batch, tensors_in, untouched
 from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source, merged
 from bitwright.graph.interception import Interceptor, bare, install, uninstall
@@ -41,10 +41,24 @@ def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
         raise CaptureError("capture needs at least one example input", fix="capture(model, batch)", code="no-inputs")
     model = bare(model)
     check_runnable(model)
-    graph = _run(model, inputs[0], train=train)
+    with report_batch_errors(model, inputs[0]):
+        graph = _run(model, inputs[0], train=train)
     for example in inputs[1:]:
-        graph = merged(graph, _run(model, example, train=train))
+        with report_batch_errors(model, example):
+            graph = merged(graph, _run(model, example, train=train))
     return graph
+
+
+def reject_empty(batch: Any) -> None:
+    """Raise if a batch has tensors, but no values."""
+    tensors = [tensor for _, tensor in tensors_in(batch)]
+    if tensors and not any(tensor.numel() for tensor in tensors):
+        raise CalibrationError(
+            "the batch has no samples",
+            value=", ".join(str(tuple(tensor.shape)) for tensor in tensors),
+            fix="give a batch with at least one sample",
+            code="empty-batch",
+        )
 
 
 def capture_paths(model: nn.Module, inputs: Iterable[Any], *, most: int) -> Graph:
@@ -184,7 +198,7 @@ def report_batch_errors(model: nn.Module, example: Any) -> Iterator[None]:
         raise CaptureError(
             f"the model fails on a batch: {type(error).__name__}: {first_line(error)}{line_of(error)}",
             value=shapes.replace("torch.", ""),
-            fix="let Workload.calibration return batches of the model's inputs, without targets",
+            fix="give batches of the model's inputs, without targets (those of Workload.calibration, too)",
             code="model-failed",
         ) from error
 

@@ -15,6 +15,7 @@ from bitwright.core.arguments import strict
 from bitwright.core.display import Summarized, Table
 from bitwright.core.documents import parse_json
 from bitwright.core.errors import PlanError, Problem
+from bitwright.core.formatting import counted
 from bitwright.core.schemas import validated
 from bitwright.graph.naming import site_name
 from bitwright.graph.operators import can_hook
@@ -154,7 +155,7 @@ class Graph(Summarized):
 
     def __repr__(self) -> str:
         parameters = sum(prod(parameter.shape) for parameter in self.parameters)
-        return f"<Graph: {len(self.ops)} operators, {parameters:,} parameters, {self.macs:,} MACs>"
+        return f"<Graph: {counted(len(self.ops), 'operator')}, {parameters:,} parameters, {self.macs:,} MACs>"
 
     def to_dict(self) -> dict[str, Any]:
         """All operators, inputs, outputs and parameters as plain data."""
@@ -166,7 +167,7 @@ class Graph(Summarized):
         heads = ["operator", "kind", "inputs", "output", "#parameters", "#MACs", "partial"]
         yield Table(heads, [self._row(op, sizes) for op in self.ops])
         total = sum(prod(parameter.shape) for parameter in self.parameters)
-        yield f"{len(self.ops)} operators, {total:,} parameters, {self.macs:,} multiply-accumulates per call"
+        yield f"{counted(len(self.ops), 'operator')}, {total:,} parameters, {self.macs:,} multiply-accumulates per call"
 
     def _row(self, op: Op, sizes: dict[str, int]) -> Sequence[object]:
         own = {source.name for port in op.ports for source in port.sources if source.kind == "param"}

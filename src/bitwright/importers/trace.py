@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from bitwright.cluster import predict_step
 from bitwright.core.errors import BitwrightError
+from bitwright.core.formatting import counted
 from bitwright.importers.trace_events import Event, Shape, Trace, TracedStep, read_trace, training_steps
 from bitwright.importers.trace_replay import TraceReplay, replay_steps
 from bitwright.importers.trace_summary import steady_windows, traced_steps
@@ -94,7 +95,7 @@ class TraceMatch:
     def __str__(self) -> str:
         how = "kind and shapes" if self.by_shapes else "kind, order and kernels, because the trace has no shapes"
         found = f"{self.matched} of {self.operators} operators were matched by {how}"
-        parts = [f"{self.steps} steps", f"{found} (confidence {100 * self.confidence:.0f} %)"]
+        parts = [f"{counted(self.steps, 'step')}", f"{found} (confidence {100 * self.confidence:.0f} %)"]
         if self.matched < self.operators:
             parts.append("the others count as free")
         if self.unmatched:
@@ -123,7 +124,7 @@ def match_trace(path: Path, graph: StepGraph, *, device: str | None = None) -> T
         raise BitwrightError(
             "the trace has no backward pass",
             where=str(path),
-            value=f"{len(trace.tops)} operators",
+            value=f"{counted(len(trace.tops), 'operator')}",
             fix="record training steps: forward, backward and optimizer",
             code="no-backward",
         )
@@ -131,7 +132,7 @@ def match_trace(path: Path, graph: StepGraph, *, device: str | None = None) -> T
         raise BitwrightError(
             "the trace has no operator of this model",
             where=str(path),
-            value=f"{len(trace.tops)} operators",
+            value=f"{counted(len(trace.tops), 'operator')}",
             fix="record training steps of the same model and batch with record_shapes=True",
             code="no-match",
         )

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import SafeRepresenter
 
-from bitwright.core.documents import MOST_YAML, parse_yaml, read_text
+from bitwright.core.documents import MOST_YAML, parse_yaml, read_text, reject_other_kind
 from bitwright.core.errors import BitwrightError, FormatError, PlanError, Problem
 from bitwright.core.files import write_text
 from bitwright.core.formats import Format
@@ -32,6 +32,7 @@ from bitwright.plan.schema import (
 
 def load_plan(path: Path) -> Plan:
     """Read a plan file."""
+    reject_other_kind(path, what="a plan file", fix="give the path of a plan.yaml, as `bitwright plan -o` writes it")
     text = read_text(path, what="the plan", fix="give the path of a plan file (YAML)", most=MOST_YAML)
     return parse_plan(text, where=str(path))
 

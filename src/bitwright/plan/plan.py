@@ -13,6 +13,7 @@ from bitwright.core.arguments import strict
 from bitwright.core.display import Summarized, Table
 from bitwright.core.errors import PlanError, Problem, did_you_mean
 from bitwright.core.formats import Format
+from bitwright.core.formatting import counted
 from bitwright.core.schemas import device_name, not_blank
 from bitwright.graph import Graph
 from bitwright.graph.naming import site_name
@@ -187,8 +188,10 @@ class Plan(Summarized):
     def counts_text(self) -> str:
         """How many sites and operators have low precision."""
         low = sum(spec.is_low_precision for spec in self.compute.values())
-        computed = f"{low} operators computed in low precision, " if low else ""
-        return f"{computed}{len(list(self.quantized))} quantized sites, {len(self.float)} entries left in float"
+        computed = f"{counted(low, 'operator')} computed in low precision, " if low else ""
+        return (
+            f"{computed}{counted(len(list(self.quantized)), 'quantized site')}, {len(self.float)} entries left in float"
+        )
 
     def to_yaml(self) -> str:
         """The plan as YAML. Equal plans give equal text."""

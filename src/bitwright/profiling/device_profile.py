@@ -15,9 +15,10 @@ from pydantic import Field
 from bitwright.core import display
 from bitwright.core.arguments import strict
 from bitwright.core.display import Summarized, Table
-from bitwright.core.documents import parse_json, read_text
+from bitwright.core.documents import parse_json, read_text, reject_other_kind
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.files import write_text
+from bitwright.core.formatting import counted
 from bitwright.core.schemas import Strict, validated
 from bitwright.profiling.cost_key import CostKey, TensorSpec
 
@@ -250,7 +251,7 @@ class DeviceProfile(Summarized, Strict):
         return {cost.name: cost for cost in self.tensors}
 
     def __repr__(self) -> str:
-        return f"DeviceProfile({self.device!r}, {self.source}, {len(self.operators)} operators)"
+        return f"DeviceProfile({self.device!r}, {self.source}, {counted(len(self.operators), 'operator')})"
 
     __str__ = __repr__
 
@@ -302,6 +303,7 @@ class DeviceProfile(Summarized, Strict):
     @staticmethod
     def load(path: str | Path) -> DeviceProfile:
         """Read a file."""
+        reject_other_kind(path, what="a device profile", fix="give a JSON file of `bitwright profile`")
         text = read_text(path, what="the profile", fix="make it with `bitwright profile`")
         return DeviceProfile.from_json(text, where=str(path))
 

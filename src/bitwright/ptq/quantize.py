@@ -26,12 +26,15 @@ from bitwright.backends.precisions import resolve
 from bitwright.core import display
 from bitwright.core.arguments import Amount, Seed, strict
 from bitwright.core.errors import BitwrightError, CalibrationError, ExportError, PlanError, Problem, log_warnings
+from bitwright.core.formatting import counted
 from bitwright.core.output_folder import staged_output
 from bitwright.core.progress import Progress
 from bitwright.core.registry import WORKLOADS
+from bitwright.core.tensor_tree import batch_size
 from bitwright.deployment import Artefact, Check, Distance, check, export, measure_distance, unexportable
 from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.graph import Graph, capture, capture_paths
+from bitwright.graph.capture import reject_empty
 from bitwright.graph.interception import bare
 from bitwright.plan import Plan
 from bitwright.ptq.calibration import find_ranges
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 log = getLogger(__name__)
 _WITHOUT_CACHE = {"no-cache", "fixed-batch", "decoder-differs"}
 """Errors of decoders that can be exported without a cache."""
+_FEW = 8  # samples that tell little about an artefact
 _RECORDED = 16  # the most batches that are recorded to find paths that only some inputs take
 
 
@@ -83,13 +87,15 @@ class Quantized(display.Summarized):
     """The distance to the float model on a few calibration samples. None: not measured."""
     warnings: tuple[Problem, ...] = ()
     """Problems that didn't stop the quantization. Each was also logged."""
+    calibrated_on: Any = None
+    """The first calibration batch, on which `check` compares by default. None: not kept."""
 
     def __repr__(self) -> str:
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         floats = sum(name not in parameters for name in self.plan.float)
-        left = f", {floats} operators in float" if floats else ""
+        left = f", {counted(floats, 'operator')} in float" if floats else ""
         sites = sum(1 for _ in self.plan.quantized)
-        return f"<Quantized {type(self.model).__name__} for {self.backend}: {sites} quantized sites{left}>"
+        return f"<Quantized {type(self.model).__name__} for {self.backend}: {counted(sites, 'quantized site')}{left}>"
 
     def summary(self) -> Iterator[display.Table | str]:
         """Warnings, PTQ steps, the distance from float, and the plan."""
@@ -133,9 +139,20 @@ class Quantized(display.Summarized):
         threads: int | None = None,
         measure: bool = True,
     ) -> Check:
-        """Run an artefact on the backend's runtime (or on `runtime`) and compare its outputs with this model."""
-        given = [self.example] if batches is None else batches
-        return check(self.model, path, given, runtime=runtime, per_site=per_site, threads=threads, measure=measure)
+        """Run an artefact on the backend's runtime (or on `runtime`) and compare its outputs with this model.
+
+        Without `batches`, they are compared on the first calibration batch if it is known, else on the example.
+        """
+        if batches is None:
+            batches = [own := self._own_batch()]
+            if batch_size(own) < _FEW:
+                log_warnings([_few_samples(batch_size(own))])
+        return check(self.model, path, batches, runtime=runtime, per_site=per_site, threads=threads, measure=measure)
+
+    def _own_batch(self) -> Any:
+        """The calibration batch, if an artefact with the example's fixed batch can run it in pieces."""
+        fits = self.calibrated_on is not None and batch_size(self.calibrated_on) % max(1, batch_size(self.example)) == 0
+        return self.calibrated_on if fits else self.example
 
     def save(self, folder: str | Path, *, artefact: bool = True) -> Path:
         """Write plan.yaml and checkpoint.safetensors, which `load` reads, and model.onnx unless `artefact` is False."""
@@ -190,7 +207,7 @@ def quantize(
     precision: str | None = None,
     *,
     backend: str | None = None,
-    plan: Plan | None = None,
+    plan: Plan | str | Path | None = None,
     weights: str | None = None,
     activations: str | None = None,
     group: int | None = None,
@@ -229,7 +246,7 @@ def quantize(
     - `observer`, `weight_observer`: how ranges are found. `quantizer`, `weight_quantizer`: the arithmetic.
     - `first_last_bits`: bits of the first and the last operator. `fold`: batch-norm folding, -1 (none) to 4.
     - `saturating`: whether 8-bit products saturate on the target machine. None: test this machine.
-    - `plan`: use this plan instead; it excludes `precision` and the arguments above.
+    - `plan`: use this plan (or its path) instead; it excludes `precision` and the arguments above.
     - `steps`: PTQ algorithms, by name ("equalize", "adaround:iterations=500") or as objects. They read the data
       several times, so `batches` must be a list, a loader or a function that returns an iterator. `seed` seeds their
       random numbers, `memory` (MiB) limits the activations that they keep. With `folder`, an interrupted run resumes;
@@ -262,6 +279,7 @@ def quantize(
     )
     if plan is not None:
         reject_choices_with_plan({**choices, "precision": precision})
+        plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     if precision is not None:
         _, backend, choices, notes = resolve(precision, backend, choices, learned=False)
         for note in notes:
@@ -284,6 +302,7 @@ def quantize(
             fix="give a loader (or list) with at least one batch",
             code="no-batches",
         )
+    reject_empty(first[0])
     given = [] if example is None else [example]
     if graph is None:
         graph = capture_paths(model, chain(given, first, _kept(stream, first)), most=_RECORDED)
@@ -339,6 +358,15 @@ def quantize(
         steps=ran,
         distance=distance,
         warnings=noted,
+        calibrated_on=measured,
+    )
+
+
+def _few_samples(samples: int) -> Problem:
+    return Problem(
+        what=f"the artefact is compared on {counted(samples, 'sample')} only, which may hide differences",
+        fix="pass batches: quantized.check(path, batches)",
+        code="few-samples",
     )
 
 

@@ -179,7 +179,7 @@ def summary_cards(record: Record) -> Iterator[Card]:
     if len(record.accuracies) > 1:
         first, last = record.accuracies[0], own_accuracy(record)
         against = f"{last.change_from(first)}, {first.where} {first.text}"
-        samples = "" if last.samples is None else f", {last.samples:,} samples"
+        samples = "" if last.samples is None else f", {formatting.counted(last.samples, 'sample')}"
         lines = [against, f"on {last.where}{samples}"]
         yield Card(title=f"Accuracy ({last.metric})", value=last.text, lines=lines)
     sizes = float_and_quantized(record)

@@ -18,7 +18,7 @@ from bitwright.core.arguments import strict
 from bitwright.core.environment import Environment, environment
 from bitwright.core.errors import BitwrightError, Problem
 from bitwright.core.files import write_text
-from bitwright.core.formatting import number, span
+from bitwright.core.formatting import counted, number, span
 from bitwright.core.schemas import ResultModel, validated
 from bitwright.deployment import Distance
 from bitwright.graph import Graph
@@ -127,7 +127,7 @@ class Record(ResultModel):
     others: tuple[RunRow, ...] = Field(default=(), description="Runs that `bitwright report` joined with this one.")
 
     def __repr__(self) -> str:
-        parts = [f"{len(self.sites)} sites"] if self.sites else []
+        parts = [f"{counted(len(self.sites), 'site')}"] if self.sites else []
         parts += [
             name for name in ("sensitivity", "forecasts", "tuning", "training", "comparison") if getattr(self, name)
         ]

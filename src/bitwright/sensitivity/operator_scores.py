@@ -18,6 +18,7 @@ from bitwright.core.display import Summarized, Table
 from bitwright.core.documents import parse_json, read_text
 from bitwright.core.errors import BitwrightError, CalibrationError, UnknownName, did_you_mean
 from bitwright.core.files import write_text
+from bitwright.core.formatting import counted
 from bitwright.core.registry import INDICATORS, KERNELS
 from bitwright.core.schemas import Strict, validated
 from bitwright.core.tensor_tree import batch_size
@@ -59,7 +60,8 @@ class OperatorScores(Summarized):
     seconds: float = 0.0
 
     def __repr__(self) -> str:
-        return f"<OperatorScores of {len(self.values)} operators by {self.indicator} on {self.samples} samples>"
+        of = f"{counted(len(self.values), 'operator')} by {self.indicator}"
+        return f"<OperatorScores of {of} on {counted(self.samples, 'sample')}>"
 
     def value(self, operator: str, format: str) -> float:
         """The score of one operator in one format."""
@@ -87,7 +89,7 @@ class OperatorScores(Summarized):
         worst = sorted(self.values.items(), key=lambda item: -max(item[1].values(), default=0.0))
         rows = [(name, *(f"{found[one]:.3g}" if one in found else None for one in formats)) for name, found in worst]
         yield Table(["operator", *(f"#{one}" for one in formats)], rows, most=20)
-        yield f"{self.indicator} of {self.samples} samples in {self.seconds:.1f} s of CPU time"
+        yield f"{self.indicator} of {counted(self.samples, 'sample')} in {self.seconds:.1f} s of CPU time"
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of a file as plain data."""

@@ -65,12 +65,14 @@ class Scores(display.Summarized):
 
     def __repr__(self) -> str:
         worst = f", most sensitive: {self.sites[0].site}" if self.sites else ""
-        return f"<Scores of {len(self.sites)} sites on {self.samples} samples{worst}>"
+        sites, samples = formatting.counted(len(self.sites), "site"), formatting.counted(self.samples, "sample")
+        return f"<Scores of {sites} on {samples}{worst}>"
 
     def summary(self) -> Iterator[display.Table | str]:
         """The sites, worst first."""
         heads = ["site", "format", "#own SQNR", "#output error", "#1 − cosine", "#loss change"]
-        title = f"Sensitivity of {len(self.sites)} sites, {self.samples} samples"
+        samples = formatting.counted(self.samples, "sample")
+        title = f"Sensitivity of {formatting.counted(len(self.sites), 'site')}, {samples}"
         yield display.Table(heads, [_cells(one) for one in self.sites], title=title, most=20)
         error = formatting.percent(self.together.output_error)
         change = self.together.loss_change

@@ -9,7 +9,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bitwright.core.arguments import strict
-from bitwright.core.errors import Problem, TrainError, did_you_mean
+from bitwright.core.errors import Problem, TrainError
+from bitwright.core.formatting import counted
+from bitwright.core.schemas import argument_problems
 from bitwright.training.optimizer import Recipe
 
 Amp = Literal["bf16", "fp16"]
@@ -109,7 +111,7 @@ class TrainConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise TrainError([_problem(detail) for detail in error.errors()]) from None
+            raise TrainError(argument_problems(error, TrainConfig.model_fields, "invalid-setting")) from None
 
     def problems(self) -> Iterator[Problem]:
         """Settings that contradict each other."""
@@ -120,7 +122,7 @@ class TrainConfig(BaseModel):
                 what = "the recipe has this setting"
                 yield Problem(what=what, where=key, value=value, fix="change the recipe", code="ignored-argument")
         if self.recipe is None and self.warmup >= self.epochs:
-            what, fix = "the warm-up is as long as the training", f"use less than {self.epochs} epochs"
+            what, fix = "the warm-up is as long as the training", f"use less than {counted(self.epochs, 'epoch')}"
             yield Problem(what=what, where="warmup", value=self.warmup, fix=fix, code="warmup-too-long")
 
     def settings(self) -> dict[str, Any]:
@@ -165,13 +167,3 @@ class StepSettings(BaseModel):
         Profiles of GPUs come from traces and data sheets, and have the same cost for both.
         """
         return bool(self.foreach)
-
-
-def _problem(detail: Any) -> Problem:
-    key = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
-        near = did_you_mean(key, TrainConfig.model_fields)
-        return Problem(what="unknown setting", where=key, fix=near, code="unknown-argument")
-    field = TrainConfig.model_fields.get(key)
-    fix = field.description if field is not None else None
-    return Problem(what=detail["msg"], where=key, value=detail["input"], fix=fix, code="invalid-setting")

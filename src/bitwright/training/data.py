@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from bitwright.core.errors import TrainError, WorkloadError, user_code
+from bitwright.core.formatting import counted
 from bitwright.training.distributed import Ranks
 from bitwright.training.optimizer import Recipe
 from bitwright.workload import Workload, shape_of
@@ -140,7 +141,7 @@ class TrainingData:
         """Describe the steps of an epoch, for the log."""
         steps, whole = self.steps(accumulate), sum(self.parts) * accumulate
         last = sum(sum(self.sizes(number)) for number in self.numbers(steps - 1, accumulate))
-        words = f"{self.size} samples, {steps} steps of {whole} samples per epoch"
+        words = f"{counted(self.size, 'sample')}, {steps} steps of {whole} samples per epoch"
         if last != whole:
             words += f", the last one of {last}"
         if self.ranks.several:

@@ -66,7 +66,8 @@ class TrainResult(Summarized):
     def __repr__(self) -> str:
         best = ", ".join(f"{name} {value:.4g}" for name, value in (self.best or {}).items() if name != "n")
         name = type(self.model).__name__
-        return f"<TrainResult {name}: {self.epochs} epochs, {self.steps} steps{', best ' + best if best else ''}>"
+        went = f"{formatting.counted(self.epochs, 'epoch')}, {formatting.counted(self.steps, 'step')}"
+        return f"<TrainResult {name}: {went}{', best ' + best if best else ''}>"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything except the model as plain data."""

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bitwright.backends import Choices, make_plan
 from bitwright.core.formats import Format
+from bitwright.core.formatting import counted
 from bitwright.graph import Graph
 from bitwright.graph.naming import SiteName
 from bitwright.plan import Plan
@@ -51,7 +52,7 @@ class Base:
             self.observer,
             self.weight_observer and f"{self.weight_observer} for weights",
             " + ".join(self.steps),
-            self.samples and f"{self.samples} samples",
+            self.samples and f"{counted(self.samples, 'sample')}",
         ]
         return ", ".join(word for word in words if word) or "defaults"
 
@@ -112,7 +113,7 @@ class Candidate:
         kept = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         parts = [str(self.base), f"{kept} in float" if names else "all quantized"]
         if self.overrides:
-            parts.append(f"{len(self.overrides)} operators with other settings")
+            parts.append(f"{counted(len(self.overrides), 'operator')} with other settings")
         return "; ".join(parts)
 
     def plan(self, graph: Graph, backend: str, *, model: str | None, choices: Choices) -> Plan:

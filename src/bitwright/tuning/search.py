@@ -327,7 +327,7 @@ class StrategyRunner:
                 time.sleep(_WAIT)
             todo = waiting
         if cut:
-            self.why = f"the budget of {trials} trials is spent"
+            self.why = f"the budget of {counted(trials or 0, 'trial')} is spent"
         return not cut
 
     def _outcome(self, candidate: Candidate) -> tuple[TrialOutcome, bool] | None:

@@ -114,7 +114,11 @@ class Deployment(Summarized):
         if far is not None:
             verdict = "far from float" if far.far else "close to float"
             yield "simulated against float", verdict, _agreement_text(far.sqnr_db, far.top1_agreement)
-        yield "quantized sites", len(record.sites), f"{len(record.float_operators)} operators left in float"
+        yield (
+            "quantized sites",
+            len(record.sites),
+            f"{formatting.counted(len(record.float_operators), 'operator')} left in float",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The files and the report as plain data."""
@@ -315,7 +319,7 @@ def _check_same_model(workload: Workload, plan: Plan, run: Path) -> None:
         raise BitwrightError(
             f"this run is of another workload, {plan.model!r}, and its plan doesn't fit {workload.name!r}",
             where=str(run),
-            value=f"{len(error.problems)} problems",
+            value=f"{formatting.counted(len(error.problems), 'problem')}",
             fix=f"deploy the workload {plan.model!r}, or a run of {workload.name!r}",
             code="other-workload",
         ) from error

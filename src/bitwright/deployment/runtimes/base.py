@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -60,6 +60,12 @@ class Runtime(ABC):
     @abstractmethod
     def missing() -> str | None:
         """The reason why this runtime isn't available, or None."""
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """Check the arguments of `run` in each runtime."""
+        super().__init_subclass__(**settings)
+        if "run" in vars(cls):
+            cls.run = _checked(cls.run)  # type: ignore[method-assign]
 
     @abstractmethod
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
@@ -163,6 +169,29 @@ class Runtime(ABC):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         results = [torch.from_numpy(np.ascontiguousarray(a)) for a in self.run(self.feed(*args, **kwargs))]
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def _checked(run: Callable[..., list[NDArray[Any]]]) -> Callable[..., list[NDArray[Any]]]:
+    """`run`, which rejects what isn't a dict with an array for each input."""
+
+    @wraps(run)
+    def call(self: Runtime, feed: Any) -> list[NDArray[Any]]:
+        if isinstance(feed, dict) and feed.keys() == set(self.inputs):
+            other = next((type(one).__name__ for one in feed.values() if not isinstance(one, np.ndarray)), None)
+            if other is None:
+                return run(self, feed)
+            given = f"a dict of {other}"
+        else:
+            given = f"a dict with {', '.join(map(repr, feed))}" if isinstance(feed, dict) else type(feed).__name__
+        arrays = ", ".join(f"{name!r}: array" for name in self.inputs)
+        raise ArtefactError(
+            "run() takes a dict with a NumPy array for each input of the artefact",
+            value=given,
+            fix=f"run({{{arrays}}}); or call the runtime like the model, with tensors: runtime(x)",
+            code="wrong-inputs",
+        )
+
+    return call
 
 
 def _shaped(runtime: Runtime, example: Any, *args: Any, **kwargs: Any) -> Any:
