@@ -62,9 +62,9 @@ def test_invalid_options_are_rejected_before_training(tmp_path: Path) -> None:
     result = run("train", TINY, "--precision", "int7x", "-o", tmp_path / "c", code=2)
     assert "unknown precision" in result.stderr
     result = run("train", TINY, "--precision", "int12", "--backend", "onnxruntime", "-o", tmp_path / "d", code=2)
-    assert "can't run this activation format" in result.stderr
+    assert "can't run this precision" in result.stderr
     result = run("deploy", TINY, tmp_path / "nothing", "-o", tmp_path / "e", code=2)
-    assert "no such folder" in result.stderr
+    assert str(tmp_path / "nothing") in result.stderr
     result = run("train", TINY, "--amp", "int8", "-o", tmp_path / "f", code=2)
     assert "bf16" in result.stderr
     assert not list(tmp_path.iterdir())
@@ -83,7 +83,7 @@ def test_an_epoch_is_told_by_its_mean_loss(tmp_path: Path) -> None:
     assert f"loss {sum(losses) / len(losses):.4f}," in told[0][0]
 
 
-def test_one_process_says_for_all_that_there_is_no_tensorboard(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_missing_tensorboard_is_no_note(tmp_path: Path, monkeypatch: Any) -> None:
     class Trains:
         def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -92,9 +92,7 @@ def test_one_process_says_for_all_that_there_is_no_tensorboard(tmp_path: Path, m
 
     monkeypatch.setattr("bitwright.training.trainer.Trainer", Trains)
     monkeypatch.setattr("bitwright.training.callbacks.tensorboard_problem", lambda: "it isn't installed")
-    for rank, count in (("0", 1), ("1", 0)):
-        monkeypatch.setenv("RANK", rank)
-        assert run("train", TINY, "-o", tmp_path / "run").stderr.count("no TensorBoard logs") == count
+    assert "TensorBoard" not in run("train", TINY, "-o", tmp_path / "run").stderr
 
 
 @pytest.mark.parametrize(

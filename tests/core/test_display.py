@@ -122,7 +122,7 @@ def test_one_line_says_what_a_result_contains(results: dict[str, Any]) -> None:
     assert shown["graph"] == "<Graph: 3 operators, 38 parameters, 64 MACs>"
     assert shown["plan"] == "<Plan for onnxruntime: 6 quantized sites>"
     assert shown["scores"] == f"<Scores of 2 sites on 4 samples, most sensitive: {EVIL}:weight>"
-    assert shown["operator_scores"] == "<OperatorScores of 1 operators by hessian on 4 samples>"
+    assert shown["operator_scores"] == "<OperatorScores of 1 operator by hessian on 4 samples>"
     assert repr(bitwright.Plan()) == "<Plan for any backend: empty>"
     workload = bitwright.Workload(name="tiny", model=nn.Linear(2, 2), inputs=(torch.ones(1, 2),))
     assert repr(workload) == "<Workload tiny: Linear with no data>"

@@ -33,7 +33,8 @@ PlanOption = Annotated[Path | None, option("Follow this plan file.", "--plan", m
 PrecisionOption = Annotated[
     str | None,
     option(
-        "int8, int4, w4a8 (4-bit weights, 8-bit activations), w4a16, w8a16 (weights only), w8a8-dynamic or fp8.",
+        "int8, int4, w4a8 (4-bit weights, 8-bit activations), w4a16, w8a16 (weights only), w8a8-dynamic or fp8; "
+        "other widths work, too. train, predict and profile also take qsync-int8 (kernels).",
         "--precision",
         metavar="NAME",
     ),

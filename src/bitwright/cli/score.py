@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from bitwright.cli.options import ReportOption, WorkloadArg, exclude, open_workload, option
+from bitwright.cli.options import ReportOption, WorkloadArg, exclude, open_workload, option, require
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_choices
 from bitwright.cli.verb import verb
-from bitwright.core.errors import BitwrightError
 
 
 @verb(
@@ -55,8 +54,8 @@ def score(
     if indicator is not None:  # indicators use the float model
         given = {f"--{name.replace('_', '-')}": value for name, value in choices.items()}
         exclude("--indicator", {"--backend": backend, "--plan": plan, **given, "--report": report})
-    else:
-        _require_indicator(formats, output)
+    elif formats is not None:
+        require("--indicator", None, "--formats names its kernels: add --indicator gradient-variance")
     found = open_workload(out, workload)
     if indicator is not None:
         names = [text.strip() for text in (formats or "int8").split(",") if text.strip()]
@@ -79,23 +78,3 @@ def score(
             **choices,
         )
     out.show(result, output=output, most=top)
-
-
-def _require_indicator(formats: str | None, output: Path | None) -> None:
-    """Without --indicator, sites are scored and the output is a plan."""
-    if formats is not None:
-        raise BitwrightError(
-            "--formats names kernels, which only --indicator scores",
-            where="--formats",
-            value=formats,
-            fix="add --indicator gradient-variance; or leave --formats out to score the sites of a plan",
-            code="option-missing",
-        )
-    if output is not None and output.suffix == ".json":
-        raise BitwrightError(
-            "without --indicator, the output is the suggested plan, a YAML file",
-            where="--output",
-            value=str(output),
-            fix="write -o better.yaml, or add --indicator gradient-variance to write scores",
-            code="wrong-suffix",
-        )

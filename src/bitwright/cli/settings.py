@@ -14,7 +14,6 @@ from pydantic.fields import FieldInfo
 
 from bitwright.cli import options
 from bitwright.cli.options import exclude, option, require
-from bitwright.core.errors import BitwrightError, PlanError
 
 Function = Callable[..., None]
 
@@ -56,32 +55,12 @@ def with_choices(function: Function) -> Function:
             exclude("--plan", {f"--{name.replace('_', '-')}": value for name, value in choices.items()})
         loaded = None
         if plan is not None:
-            from bitwright.plan import Plan  # imports torch
+            from bitwright.workflows.artefacts import read_plan  # imports torch
 
-            try:
-                loaded = Plan.load(plan)
-            except PlanError as error:
-                raise _with_names(error, arguments.get("workload")) from error
+            loaded = read_plan(plan, arguments.get("workload"))
         function(*args, plan=loaded, choices=choices, **arguments)
 
     return _with_options(function, run, ("backend", "plan", "choices"), added)
-
-
-def _with_names(error: PlanError, workload: str | None) -> PlanError:
-    """The problems of a plan file, and those of the names in its valid part, which only the model tells."""
-    if error.plan is None or workload is None:
-        return error
-    from bitwright.graph import capture
-    from bitwright.workload import open_workload
-
-    try:
-        found = open_workload(workload)
-        problems = error.plan.validate(capture(found.model, found.inputs))
-    except BitwrightError:  # the plan's own problems come first
-        return error
-    known = {(one.where, one.code) for one in error.problems}
-    more = [one for one in problems if (one.where, one.code) not in known]
-    return PlanError([*error.problems, *more], title=error.title)
 
 
 def with_settings(model: type[BaseModel], *, nested: tuple[str, ...] = ()) -> Callable[[Function], Function]:

@@ -10,6 +10,7 @@ from typing import Any
 from bitwright.core import formatting
 from bitwright.core.arguments import Count, strict
 from bitwright.core.display import Summarized
+from bitwright.core.errors import BitwrightError, PlanError
 from bitwright.core.output_folder import locked_file, replacing_with_siblings
 from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import ARTEFACTS, RUNTIMES
@@ -21,6 +22,8 @@ from bitwright.deployment.decoder import is_decoder
 from bitwright.deployment.export import is_folder, onnx_path
 from bitwright.deployment.onnx_files import stored_bytes
 from bitwright.deployment.runtimes.base import suffixes
+from bitwright.graph import capture
+from bitwright.plan import Plan
 from bitwright.ptq.quantize import SavedModel, load_prepared
 from bitwright.workload import Workload, open_workload
 from bitwright.workload.data import probes, rebatched
@@ -183,3 +186,20 @@ def check_workload(
             result = replace(result, sites=sites.sites, unseen=sites.unseen, probe=sites.probe)
         results.append(result)
     return results
+
+
+def read_plan(path: Path, workload: str | None) -> Plan:
+    """A plan file. If it has problems, they include those of its names, which only the workload's model tells."""
+    try:
+        return Plan.load(path)
+    except PlanError as error:
+        if error.plan is None or workload is None:
+            raise
+        try:
+            found = open_workload(workload)
+            problems = error.plan.validate(capture(found.model, found.inputs))
+        except BitwrightError:  # the plan's own problems come first
+            raise error from None
+        known = {(one.where, one.code) for one in error.problems}
+        more = [one for one in problems if (one.where, one.code) not in known]
+        raise PlanError([*error.problems, *more], title=error.title) from error

@@ -14,7 +14,7 @@ from bitwright.backends import DEFAULT_BACKEND, Choices
 from bitwright.core import formatting
 from bitwright.core.arguments import Count, strict
 from bitwright.core.display import Summarized, Table
-from bitwright.core.errors import WorkloadError
+from bitwright.core.errors import BitwrightError, WorkloadError
 from bitwright.core.progress import Progress
 from bitwright.graph import Graph
 from bitwright.plan import Plan
@@ -108,6 +108,13 @@ def score_workload(
 
     if report is not None:
         report_of(Path(report), workload.name)  # reject the report of another workload before any work
+    if output is not None and Path(output).suffix == ".json":
+        raise BitwrightError(
+            "the output is the suggested plan, a YAML file",
+            where=str(output),
+            fix="write better.yaml; the scores of kernels (--indicator gradient-variance) are JSON",
+            code="wrong-suffix",
+        )
     if output is not None and not can_measure(workload):
         raise WorkloadError(
             "no suggestion can be measured",
