@@ -1,13 +1,13 @@
 """Our `w8a8-dynamic` ONNX files against onnxruntime.quantization.quantize_dynamic: SQNR, accuracy, CPU time.
 
-    BITWRIGHT_DATA=... python benchmarks/dynamic.py [--runs 40] [--models bert minilm]
+    BITWRIGHT_DATA=... python benchmarks/dynamic.py [--runs 40] [--models bert minilm] [--layers 6]
 
-Models: BERT-base's encoder with 6 layers and random weights, and all-MiniLM-L6-v2 (examples/minilm_dynamic). All files
-come from one torch model, and run on ONNX Runtime with one thread. Sessions take turns in one process; ratios are
-medians of the ratios of CPU times within a round, relative to float. The benchmark runs twice: with all instructions of
-this CPU, and in a process that sees AVX2 only (avx2_only.c, compiled here and preloaded: x86 Linux with a C compiler).
-SQNR is that of the last hidden states against float in torch. Accuracy: `--batches` batches of 16 pairs of MRPC dev for
-MiniLM; for random weights, how often the largest of 100 outputs is that of float.
+Models: BERT-base's encoder with 6 of its 12 layers and random weights, and all-MiniLM-L6-v2 (examples/minilm_dynamic).
+All files come from one torch model, and run on ONNX Runtime with one thread. Sessions take turns in one process; ratios
+are medians of the ratios of CPU times within a round, relative to float. The benchmark runs twice: with all the
+instructions of this CPU, and in a process that sees AVX2 only (avx2_only.c, compiled here and preloaded: x86 Linux with
+a C compiler). SQNR is that of the last hidden states against float in torch. Accuracy: `--batches` batches of 16 pairs
+of MRPC dev for MiniLM; for random weights, how often the largest of 100 outputs is that of float.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PEERS: dict[str, dict[str, Any]] = {
     "ORT, uint8, per channel": {"weight_type": QuantType.QUInt8, "per_channel": True},
     "ORT, reduced range, per channel": {"per_channel": True, "reduce_range": True},
 }
-TITLES = {"bert": "BERT-base, 6 layers", "minilm": "all-MiniLM-L6-v2"}
+TITLES = {"bert": "BERT-base, {} layers", "minilm": "all-MiniLM-L6-v2"}
 LENGTHS = {"bert": 128, "minilm": 48}  # tokens
 BATCHES = (1, 8)
 
@@ -63,16 +63,16 @@ class Encoder(nn.Module):
         return states
 
 
-def bert() -> nn.Module:
-    """BERT-base's encoder with 6 of 12 layers and random weights."""
+def bert(layers: int) -> nn.Module:
+    """BERT-base's encoder with fewer layers and random weights."""
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    config = BertConfig(num_hidden_layers=6, attn_implementation="eager", return_dict=False)
+    config = BertConfig(num_hidden_layers=layers, attn_implementation="eager", return_dict=False)
     return BertModel(config, add_pooling_layer=False).eval()
 
 
-def build(name: str, folder: Path, count: int) -> dict[str, Any]:
+def build(name: str, folder: Path, count: int, layers: int) -> dict[str, Any]:
     """All files of one model, with the inputs, the float outputs and the labels for the accuracy."""
     torch.manual_seed(1)
     task: Any = None
@@ -80,7 +80,7 @@ def build(name: str, folder: Path, count: int) -> dict[str, Any]:
         from workload import minilm, mrpc  # needs the package with its weights
 
         task = mrpc()
-    model = Encoder(bert() if task is None else minilm()).eval()
+    model = Encoder(bert(layers) if task is None else minilm()).eval()
     if task is None:
         batches = [torch.randint(1, 30000, (4, LENGTHS[name])) for _ in range(min(count, 4))]
         pairs = []
@@ -124,10 +124,10 @@ class _Known(nn.Module):
         return (self.states,)
 
 
-def measure(name: str, runs: int, batches: int) -> dict[str, dict[str, float]]:
+def measure(name: str, runs: int, batches: int, layers: int) -> dict[str, dict[str, float]]:
     """The rows of one model on this CPU."""
     with tempfile.TemporaryDirectory() as folder:
-        built = build(name, Path(folder), batches)
+        built = build(name, Path(folder), batches, layers)
         sessions = {label: _session(path) for label, path in built["files"].items()}
         feed = next(iter(sessions.values())).get_inputs()[0].name
         rows: dict[str, dict[str, float]] = {}
@@ -207,22 +207,22 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--models", nargs="*", default=["bert", "minilm"])
     parser.add_argument("--batches", type=int, default=26, help="of inputs for SQNR and accuracy")
+    parser.add_argument("--layers", type=int, default=6, help="of BERT")
     parser.add_argument("--one", action="store_true", help="only in this process, as JSON")
     options = parser.parse_args()
     os.environ.setdefault("BITWRIGHT_DATA", str(HERE.parents[1] / "shared" / "data"))
     torch.set_num_threads(1)
-    found = {name: measure(name, options.runs, options.batches) for name in options.models}
+    found = {name: measure(name, options.runs, options.batches, options.layers) for name in options.models}
     if options.one:
         sys.stdout.write(json.dumps({"rows": found, "saturates": bw.deployment.saturates("onnxruntime")}) + "\n")
         return
     with tempfile.TemporaryDirectory() as folder:
-        narrow = restricted(
-            [f"--runs={options.runs}", f"--batches={options.batches}", "--models", *options.models], Path(folder)
-        )
+        sizes = [f"--runs={options.runs}", f"--batches={options.batches}", f"--layers={options.layers}"]
+        narrow = restricted([*sizes, "--models", *options.models], Path(folder))
     results = {"all instructions": found, **({"AVX2 only": narrow["rows"]} if narrow else {})}
     facts = environment(onnxruntime=onnxruntime.__version__, load=round(os.getloadavg()[0], 1))
     parts = [
-        f"## {TITLES[name]}, {LENGTHS[name]} tokens, {where}\n\n{table(rows)}"
+        f"## {TITLES[name].format(options.layers)}, {LENGTHS[name]} tokens, {where}\n\n{table(rows)}"
         for where, models in results.items()
         for name, rows in models.items()
     ]
