@@ -127,7 +127,8 @@ def test_a_published_mapper_trains_its_model(name: str, tmp_path: Path, data_dir
     predicted = run("predict", workload, "--profile", "device.json", "--plan", "plan.yaml", "--batch", "2",
                     "--compare", "3", "--report", "forecast")  # fmt: skip
     assert "ms" in predicted
-    run("train", workload, "--plan", "plan.yaml", "--batch", "2", "--epochs", "1", "--no-tensorboard", "-o", "run")
+    run("train", workload, "--plan", "plan.yaml", "--batch", "2", "--epochs", "1", "--lr", "0.0001",
+        "--no-tensorboard", "-o", "run")  # fmt: skip
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["steps"] == 2 if "steps" in result else result["metrics"]
     run("report", "run", "forecast", "-o", "page.html")
