@@ -44,7 +44,7 @@ class Tokens(Dataset):
 
 def images(name, model):
     torch.manual_seed(0)
-    pixels, labels = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
+    pixels, labels = torch.randn(8, 3, 64, 64), torch.arange(8) % 4
     return Workload(name=name, model=model, inputs=(pixels[:2],), calibration=lambda: [pixels],
                     evaluation=lambda: [(pixels, labels)], training=lambda: TensorDataset(pixels, labels),
                     loss=F.cross_entropy)
@@ -61,7 +61,7 @@ def texts(name, model, shape, choices, loss):
 
 def resnet():
     torch.manual_seed(0)
-    return images("resnet50", resnet50(classes=4, image_size=32))
+    return images("resnet50", resnet50(classes=4, image_size=64))
 
 
 def vgg():
@@ -84,13 +84,13 @@ def bert():
     def loss(output, target):
         return F.cross_entropy(output.start_logits, target) + F.cross_entropy(output.end_logits, target)
 
-    return texts("bert", model, (4, 12), 12, loss)
+    return texts("bert", model, (8, 12), 12, loss)
 
 
 def roberta():
     torch.manual_seed(0)
     model = transformers.RobertaForMultipleChoice(transformers.RobertaConfig(**SIZES))
-    return texts("roberta", model, (4, 3, 12), 3, lambda output, target: F.cross_entropy(output.logits, target))
+    return texts("roberta", model, (8, 3, 12), 3, lambda output, target: F.cross_entropy(output.logits, target))
 '''
 MAPPERS = {
     "resnet": "60_ind__resnet50_GVAR_bitplan.npy",
@@ -122,12 +122,12 @@ def test_a_published_mapper_trains_its_model(name: str, tmp_path: Path, data_dir
     formats = [spec.format for spec in Plan.load(tmp_path / "plan.yaml").compute.values()]
     assert formats.count("int8") >= 2
     assert formats.count("fp16") >= 10
-    run("profile", workload, "--plan", "plan.yaml", "--batch", "2", "--rounds", "3", "--no-casts", "--cache", "samples",
+    run("profile", workload, "--plan", "plan.yaml", "--batch", "4", "--rounds", "3", "--no-casts", "--cache", "samples",
         "-o", "device.json")  # fmt: skip
-    predicted = run("predict", workload, "--profile", "device.json", "--plan", "plan.yaml", "--batch", "2",
+    predicted = run("predict", workload, "--profile", "device.json", "--plan", "plan.yaml", "--batch", "4",
                     "--compare", "3", "--report", "forecast")  # fmt: skip
     assert "ms" in predicted
-    run("train", workload, "--plan", "plan.yaml", "--batch", "2", "--epochs", "1", "--lr", "0.0001",
+    run("train", workload, "--plan", "plan.yaml", "--batch", "4", "--epochs", "1", "--lr", "0.0001",
         "--no-tensorboard", "-o", "run")  # fmt: skip
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["steps"] == 2 if "steps" in result else result["metrics"]
