@@ -330,20 +330,21 @@ def test_a_fix_of_a_training_setting_says_what_it_takes(settings: dict[str, Any]
         bitwright.TrainConfig(**settings)
 
 
-def test_what_to_pass_instead() -> None:
-    model, x = torch.nn.Linear(8, 4), torch.randn(2, 8)
-    calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: bitwright.prepare(model, "p.yaml"), "Plan.load('p.yaml')"),  # type: ignore[arg-type]
-        (lambda: bitwright.make_plan("net"), "capture("),  # type: ignore[arg-type]
-        (lambda: bitwright.SiteSpec(format="int8"), "Format.parse('int8')"),  # type: ignore[arg-type]
-        (lambda: bitwright.load("out", model), "model=…"),  # type: ignore[arg-type]
-        (lambda: bitwright.quantize(x, [x]), "model"),  # type: ignore[arg-type]
-        (lambda: bitwright.Qat(model, "digits"), 'load_workload("digits")'),
-    ]
-    for call, fix in calls:
-        with raises_problem("wrong-argument-type") as error:
-            call()
-        assert fix in str(error.value.problems[0].fix)
+@pytest.mark.parametrize(
+    ("call", "fix"),
+    [
+        (lambda: bitwright.prepare(_Two(), "p.yaml"), "Plan.load('p.yaml')"),
+        (lambda: bitwright.make_plan("net"), "capture("),
+        (lambda: bitwright.SiteSpec(format="int8"), "Format.parse('int8')"),
+        (lambda: bitwright.load("out", _Two()), "model=…"),
+        (lambda: bitwright.quantize(_BATCH, [_BATCH]), "model"),
+        (lambda: bitwright.Qat(_Two(), "digits"), 'load_workload("digits")'),
+    ],
+)
+def test_what_to_pass_instead(call: Callable[[], object], fix: str) -> None:
+    with raises_problem("wrong-argument-type") as error:
+        call()
+    assert fix in str(error.value.problems[0].fix)
 
 
 def test_a_setting_of_another_argument_is_found_there() -> None:
