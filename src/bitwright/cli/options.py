@@ -126,7 +126,6 @@ def exclude(flag: str, others: Mapping[str, object]) -> None:
 
 def saved_model(model: Path | None, plan: Path | None, checkpoint: Path | None) -> SavedModel:
     """The model in a folder, or that of a plan and a checkpoint."""
-    from bitwright.plan import Plan
     from bitwright.ptq.quantize import SavedModel
 
     if model is not None:
@@ -135,12 +134,4 @@ def saved_model(model: Path | None, plan: Path | None, checkpoint: Path | None) 
     fix = "`bitwright quantize WORKLOAD -o DIR` writes both; --model DIR names them together"
     require("--plan", plan, fix)
     require("--checkpoint", checkpoint, fix)
-    return SavedModel(plan=Plan.load(Path(plan or "")), checkpoint=existing(Path(checkpoint or "")))
-
-
-def existing(checkpoint: Path) -> Path:
-    """Reject a path without a file, before long work."""
-    if not checkpoint.is_file():
-        what, fix = "the checkpoint doesn't exist", "pass the path of a .safetensors file"
-        raise BitwrightError(what, where=str(checkpoint), fix=fix, code="no-such-checkpoint")
-    return checkpoint
+    return SavedModel.of(Path(plan or ""), Path(checkpoint or ""))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from bitwright.cli.options import OptionalWorkloadArg, PrecisionOption, exclude, open_workload, option, require
+from bitwright.cli.options import OptionalWorkloadArg, PrecisionOption, exclude, option, require
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_choices
 from bitwright.cli.verb import verb
 from bitwright.core.errors import visible_text
-
-_SAMPLES = 32  # calibration samples; each needs a gradient
 
 
 @verb(
@@ -59,14 +56,8 @@ def plan(
 
     With --plan, an existing plan is validated for the workload instead. `plan-cluster` plans low-precision training.
     """
-    from bitwright.backends import DEFAULT_BACKEND, make_plan, plan_warnings, resolve_for_backend
-    from bitwright.backends import backend as find_backend
-    from bitwright.core.errors import log_warnings
-    from bitwright.graph import capture
-    from bitwright.importers.qsync import load_mapper, plan_of_mapper, summarize_mapper
     from bitwright.plan import Plan, json_schema
-    from bitwright.sensitivity.weight_costs import CANDIDATES, weight_costs
-    from bitwright.workload.data import calibration, first
+    from bitwright.workflows.plans import plan_workload
 
     if schema:
         out.result(json.dumps(json_schema(), indent=1))
@@ -77,54 +68,24 @@ def plan(
         others = {f"--{name.replace('_', '-')}": value for name, value in choices.items() if name != "keep_float"}
         exclude("--mapper", {"--plan": plan, "--backend": backend, **others})
     require("WORKLOAD", workload, "bitwright plan WORKLOAD, or --schema")
-    other = None if against is None else Plan.load(against)
-    target = backend or (plan.backend if plan is not None else None) or DEFAULT_BACKEND
-    table = find_backend(target)  # reject an unknown name before loading the workload
-    budget = bits is not None or size is not None
-    if budget:
+    if bits is not None or size is not None:
         exclude("--bits and --size", {"--plan": plan, "--mapper": mapper, "--precision": precision})
         exclude("--bits", {"--size": size if bits is not None else None})
     else:
-        require(
-            "--bits or --size",
-            not (candidate or samples),
-            "add one of them, because --candidate and --samples apply only to a budget",
-        )
-    found = open_workload(out, str(workload))
-    graph = capture(found.model, found.inputs)
-    costs = None
-    if budget:
-        data = first(calibration(found), samples or _SAMPLES)
-        keep = choices.get("keep_float", ())
-        formats = candidate or CANDIDATES
-        costs = weight_costs(found.model, data, target, graph=graph, keep_float=keep, formats=formats)
-    if mapper is not None:
-        mapped = load_mapper(mapper)
-        made = plan_of_mapper(mapped, graph, model=found.model, exclude=choices.get("keep_float", ()))
-        made = replace(made, model=found.name)
-        out.note(f"{mapper.name}: {summarize_mapper(mapped)}")
-    elif plan is None:
-        made = make_plan(
-            graph, target, model=found.name, precision=precision, bits=bits, size=size, costs=costs, **choices
-        )
-    else:
-        made = resolve_for_backend(plan, table, graph, name=found.name)
-    log_warnings(plan_warnings(graph, made))
-    changes = [] if other is None else other.resolve(graph).diff(made)
+        fix = "add one of them, because --candidate and --samples apply only to a budget"
+        require("--bits or --size", not (candidate or samples), fix)
+    other = None if against is None else Plan.load(against)
+    given = {"precision": precision, "bits": bits, "size": size, "samples": samples, "plan": plan, "mapper": mapper}
+    with out.progress(f"planning {workload}"):
+        made = plan_workload(str(workload), backend, candidates=candidate or (), against=other, **given, **choices)
+    for note in made.notes:
+        out.note(note)
     if output is not None:
-        made.save(output)
-    out.data(
-        {
-            "output": None if output is None else str(output),
-            "quantized_sites": len(list(made.quantized)),
-            "float_operators": dict(made.float),
-            "changes": [vars(change) for change in changes],
-            "plan": made.to_yaml(),
-        }
-    )
-    if other is not None and not out.json:
-        out.result(visible_text("\n".join(map(str, changes))) or "no changes")
+        made.plan.save(output)
+    out.data({"output": None if output is None else str(output), **made.to_dict()})
+    if made.changes is not None and not out.json:
+        out.result(visible_text("\n".join(map(str, made.changes))) or "no changes")
     elif output is None and not out.json:
-        out.result(made.to_yaml())
+        out.result(made.plan.to_yaml())
     if output is not None:
-        out.say(f"{output}: {made.counts_text}")
+        out.say(f"{output}: {made.plan.counts_text}")

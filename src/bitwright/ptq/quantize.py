@@ -425,6 +425,14 @@ class SavedModel:
             artefact=artefact if artefact.is_file() else None,
         )
 
+    @classmethod
+    def of(cls, plan: Path, checkpoint: Path) -> SavedModel:
+        """Read the plan of a checkpoint."""
+        if not checkpoint.is_file():
+            what, fix = "the checkpoint doesn't exist", "pass the path of a .safetensors file"
+            raise BitwrightError(what, where=str(checkpoint), fix=fix, code="no-such-checkpoint")
+        return cls(plan=Plan.load(plan), checkpoint=checkpoint)
+
 
 @strict
 def load(
