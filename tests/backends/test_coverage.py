@@ -120,7 +120,7 @@ class Normed(nn.Module):
 CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str]]] = {
     "unused": (Unused, torch.randn(2, 8), {"other.weight", "other.bias"}),
     "positions": (Positions, torch.randint(16, (2, 4)), {"tokens", "norm"}),
-    "experts": (Experts, torch.randn(4, 16), {"/_grouped_mm#0"}),
+    "experts": (Experts, torch.randn(4, 16), set()),
     "custom": (Custom, torch.randn(2, 8), set()),
     "combined": (Combined, torch.randn(2, 8), {"/mul#0"}),
     "attention": (Attention, torch.randn(2, 3, 8), set()),

@@ -66,7 +66,7 @@ def test_a_finished_row_has_a_complete_report(made: Path, board: Leaderboard) ->
     assert next(site.why for site in record.sites if site.site == "bn2:output") == "read as integers by /add#0"
     text = (made / "rows of it" / runtime.id / "report.html").read_text()
     assert "bitwright.quantizers.tqt.Tqt" in text
-    assert "Config, as YAML" in text
+    assert "Config as YAML" in text
     assert "bitwright.quantizers.tqt.Tqt" in (made / "rows of it" / runtime.id / "report.md").read_text()
 
 

@@ -285,7 +285,7 @@ def test_a_plan_with_problems_of_schema_and_model_lists_both(run, small, tmp_pat
 
 def test_formats_of_kernels_need_an_indicator(run, small, output):
     fails(run("score", small, "--formats", "int8"), "option-missing", facts=["--indicator"])
-    fails(run("score", small, "-o", f"{output}.json"), "option-missing", facts=["--indicator"])
+    fails(run("score", small, "-o", f"{output}.json"), "wrong-suffix", facts=["--indicator"])
 
 
 def test_an_artefact_of_an_unknown_kind(run, small, output):

@@ -73,6 +73,7 @@ def test_all_weights_are_multiplied_as_blocks(exported: Any) -> None:
 def test_our_loop_generates_the_tokens_of_the_simulated_model(exported: Any) -> None:
     quantized, artefact = exported
     real = OnnxRuntime(artefact.path, config=EXACT)
+    assert len(prompts()) > 0
     for prompt in prompts():
         expected = generated(quantized.model, prompt[None])
         assert DecoderSession(real).generate(prompt[None].numpy(), TOKENS)[0].tolist() == expected

@@ -44,7 +44,7 @@ def test_a_passing_model_is_measured_on_the_real_runtime_and_saved(tmp_path: Pat
     tuned = tune(work, Goal(drop="5%"), space=ONE_BASE, output=tmp_path, measuring=QUICK)
     assert tuned.met_goal
     assert "goal met" in tuned._repr_html_()
-    assert repr(tuned).startswith("<Tuned planted: goal met, top1 ")
+    assert repr(tuned).startswith("<Tuned planted: goal met, ")
     assert "\n" not in repr(tuned)
     assert tuned.plot()._repr_svg_().startswith("<svg")
     outcome = tuned.outcome

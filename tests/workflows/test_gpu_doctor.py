@@ -15,7 +15,7 @@ from bitwright.kernels import products
 from bitwright.kernels.triton import launch
 from bitwright.workflows import gpu_doctor
 from bitwright.workflows.gpu_doctor import device_facts, diagnose_gpu
-from bitwright.workflows.gpu_report import Check, GpuDiagnosis, Rate, StepTime
+from bitwright.workflows.gpu_report import GpuDiagnosis, KernelCheck, Rate, StepTime
 
 T4 = SimpleNamespace(name="Tesla T4", major=7, minor=5, multi_processor_count=40, total_memory=15 << 30)
 H100 = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
@@ -130,7 +130,7 @@ def test_the_verb_writes_both_files_and_fails_for_wrong_results(
     facts = device_facts(torch.device("cpu"))
     wrong = GpuDiagnosis(
         device=facts,
-        checks=[Check(name="linear", error=0.5, problem="the error exceeds 1e-05")],
+        checks=[KernelCheck(name="linear", error=0.5, problem="the error exceeds 1e-05")],
         rates=[Rate(what="copy", format="float32", milliseconds=1.0, rate=300.0, unit="GB/s")],
         steps=[StepTime(model="m", format="int8", milliseconds=2.0, of_float=0.5, peak_bytes=1 << 20, notes=[])],
         skipped=["x: the time limit"],

@@ -14,7 +14,9 @@ from torch import Tensor
 
 # Aliases of operators. Key: torch's name without dunders, in-place and reflected prefixes.
 _ALIASES = {
-    "grouped_mm_fallback": "_grouped_mm",  # of transformers
+    # torch.nn.functional's name, and that of the equivalent operator that transformers uses under torch.export
+    "grouped_mm": "_grouped_mm",
+    "grouped_mm_fallback": "_grouped_mm",
     "truediv": "div",
     "true_divide": "div",
     "divide": "div",
@@ -176,15 +178,16 @@ def _torch_functions() -> dict[Any, tuple[str, bool]]:
 
 KINDS = _torch_functions()
 _HOOKABLE = frozenset(kind for kind, _ in KINDS.values())
-# Custom operators that compute what a torch function computes: under torch.export, transformers calls its own product.
-_CUSTOM = {"transformers::grouped_mm_fallback": "_grouped_mm"}
+# Custom operators that compute what a torch function computes, without namespace. transformers calls its own product
+# under torch.export.
+_CUSTOM = {"grouped_mm_fallback": "_grouped_mm"}
 
 
 def hookable_kind(func: Any) -> tuple[str, bool] | None:
     """The kind of a function that can have quantizers, and whether it writes to its first argument."""
     found = KINDS.get(func)
     if found is None and not torch.compiler.is_dynamo_compiling():
-        kind = _CUSTOM.get(getattr(func, "_qualified_op_name", ""))
+        kind = _CUSTOM.get(getattr(func, "_qualified_op_name", "").rpartition("::")[2])
         found = None if kind is None else (kind, False)
     return found
 

@@ -22,7 +22,7 @@ from bitwright.kernels.codes import EXACT, Codes, encode, encode_columns, encode
 from bitwright.kernels.int8 import encode_rotated
 from bitwright.plan import ComputeSpec, Plan
 from bitwright.training.low_precision import LowPrecision
-from bitwright.workflows.gpu_report import Check, DeviceFacts, GpuDiagnosis, Rate, StepTime
+from bitwright.workflows.gpu_report import DeviceFacts, GpuDiagnosis, KernelCheck, Rate, StepTime
 
 __all__ = ["diagnose_gpu"]
 
@@ -125,11 +125,11 @@ class _Measurement:
                 error = float((wanted.nan_to_num() - found.cpu().nan_to_num()).abs().max()) / largest
                 limit = 0.0 if name.startswith("codes") else 1e-3 if name.startswith("fp8") else 1e-5
                 problem = "NaN differs" if invalid else f"the error exceeds {limit:g}" if error > limit else None
-                self.found.checks.append(Check(name=name, error=error, problem=problem))
+                self.found.checks.append(KernelCheck(name=name, error=error, problem=problem))
             except Exception as failure:  # one broken kernel must not hide the others
                 text = str(failure).partition("\n")[0]
                 problem = f"{type(failure).__name__}: {text}"
-                self.found.checks.append(Check(name=name, error=None, problem=problem))
+                self.found.checks.append(KernelCheck(name=name, error=None, problem=problem))
 
     def _cases(self) -> Iterator[tuple[str, Case]]:
         """Names of results, and functions of a device, which can simulate products."""

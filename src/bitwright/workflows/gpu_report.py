@@ -17,7 +17,7 @@ from bitwright.core.files import write_text
 from bitwright.core.formatting import json_text, size
 from bitwright.reports.page import document
 
-__all__ = ["Check", "DeviceFacts", "GpuDiagnosis", "Rate", "StepTime"]
+__all__ = ["DeviceFacts", "GpuDiagnosis", "KernelCheck", "Rate", "StepTime"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class KernelCheck:
     """A comparison with the CPU."""
 
     name: str
@@ -75,7 +75,7 @@ class GpuDiagnosis(Summarized):
     """The result of `diagnose_gpu`."""
 
     device: DeviceFacts
-    checks: list[Check] = field(default_factory=list)
+    checks: list[KernelCheck] = field(default_factory=list)
     rates: list[Rate] = field(default_factory=list)
     steps: list[StepTime] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)

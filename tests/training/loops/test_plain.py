@@ -158,6 +158,7 @@ def test_scales_that_an_unknown_optimizer_leaves_out_are_found_at_the_end() -> N
 def test_the_hook_on_optimizers_is_removed() -> None:
     from torch.optim import optimizer as hooks
 
+    gc.collect()  # other tests leave models in cycles
     before = len(hooks._global_optimizer_post_hooks)
     qat = trained(lambda qat, _: torch.optim.SGD(qat.parameter_groups(weight_decay=0.1), lr=0.1), 1)
     assert len(hooks._global_optimizer_post_hooks) == before
