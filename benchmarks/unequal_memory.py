@@ -244,7 +244,7 @@ def table(found: dict[str, Any], steps: int) -> list[str]:
         "# Two unequal machines, and float doesn't fit into one",
         "",
         f"The slow one has {QUOTA:g} of a core and {limit / 1e9:.2f} GB for its process, "
-        + ("enforced: whoever needs more is killed. " if held else "not enforced: there are no cgroups here. ")
+        + ("enforced: a process that needs more is killed. " if held else "not enforced: there are no cgroups here. ")
         + f"Float is predicted to need {over:.1f} % more, uniform INT8 {-under:.1f} % less; planners use "
         f"{found['limit_words']}. A BERT of {LAYERS} layers, {2 * BATCH} × {LENGTH} tokens in a step; new processes "
         f"for each way, medians of {steps} steps; the most that a process had resident.",

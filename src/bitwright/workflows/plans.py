@@ -67,6 +67,7 @@ def plan_workload(
     result has the changes since the plan `against`.
 
     >>> import torch
+    >>> from bitwright import Workload, plan_workload
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
     >>> made = plan_workload(Workload(name="tiny", model=model, inputs=(torch.randn(1, 4),)))
     >>> str(made.plan.sites["0:weight"].format)
