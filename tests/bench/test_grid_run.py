@@ -62,7 +62,7 @@ def test_rows_record_what_was_executed(board: Leaderboard) -> None:
     assert academic.executed is not None
     assert runtime.executed is not None
     assert {s.quantizer for s in (*academic.executed.weights, *academic.executed.activations)} == {
-        "bitwright.quantizers.lsq.Lsq"
+        "bitwright.quantizers.learned_range.Lsq"
     }
     assert {s.format for s in academic.executed.weights} == {"int4/tensor/sym", "int8/tensor/sym"}
     assert all(s.levels <= 16 for s in academic.executed.weights if s.format.startswith("int4"))
@@ -155,7 +155,8 @@ def test_a_model_that_differs_from_its_row_is_an_error(tmp_path: Path, monkeypat
     monkeypatch.setattr("bitwright.bench.grid_row.make_plan", other)
     (failed,) = run(tmp_path, attempts=1).rows
     assert failed.status == "failed"
-    assert "bitwright.quantizers.plain.Plain runs instead of bitwright.quantizers.lsq.Lsq" in str(failed.reason)
+    words = "bitwright.quantizers.uniform.Plain runs instead of bitwright.quantizers.learned_range.Lsq"
+    assert words in str(failed.reason)
 
     def wide(*arguments: Any, **choices: Any) -> Plan:
         return make_plan(*arguments, **{**choices, "weights": "int6/channel/sym", "fold": None})
@@ -207,10 +208,8 @@ def test_other_observers_than_the_row_says_are_an_error(
     monkeypatch.setattr("bitwright.bench.grid_row.make_plan", other)
     (failed,) = run(tmp_path, attempts=1).rows
     assert failed.status == "failed"
-    words = (
-        "bitwright.quantizers.observers.mse.Mse set the range instead of bitwright.quantizers.observers.minmax.MinMax"
-    )
-    assert words in str(failed.reason)
+    observers = "bitwright.quantizers.observers"
+    assert f"{observers}.histogram.Mse set the range instead of {observers}.minmax.MinMax" in str(failed.reason)
 
 
 def test_quantizers_that_follow_their_ranges_are_read_too(tmp_path: Path) -> None:
@@ -219,7 +218,7 @@ def test_quantizers_that_follow_their_ranges_are_read_too(tmp_path: Path) -> Non
     assert done.status == "done", done.reason
     assert done.observers is not None
     assert list(done.observers.weights) == ["bitwright.quantizers.observers.minmax.MinMax"]
-    assert list(done.observers.activations) == ["bitwright.quantizers.observers.lsq.LsqStart"]
+    assert list(done.observers.activations) == ["bitwright.quantizers.observers.moments.LsqStart"]
 
 
 def test_rows_that_are_done_say_where_and_with_which_ranges(board: Leaderboard) -> None:

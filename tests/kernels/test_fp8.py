@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bitwright import Plan
 from bitwright.graph import capture
-from bitwright.kernels.fp8 import Fp8
+from bitwright.kernels.lowfloat import Fp8
 from bitwright.plan import ComputeSpec
 
 BACKWARD = [(), ("input",), ("weight",), ("input", "weight")]

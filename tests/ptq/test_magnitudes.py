@@ -13,7 +13,7 @@ from bitwright.core.errors import BitwrightError, CalibrationError
 from bitwright.core.formats import Format
 from bitwright.core.registry import OBSERVERS, STEPS
 from bitwright.ptq.gptq import _factor
-from bitwright.quantizers.observers.kl import Kl
+from bitwright.quantizers.observers.histogram import Kl
 
 SIZES = [1e-37, 1e-30, 1e-20, 1e-7, 1e7, 1e20, 1e30, 1e38]
 EXTREMES = [1e-37, 1e-7, 1e38]

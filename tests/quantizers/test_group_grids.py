@@ -19,7 +19,7 @@ from bitwright.core.formats import Format
 from bitwright.quantizers import prepare, quantizers_of, strip
 from bitwright.quantizers.grid import grid_from_range
 from bitwright.quantizers.observers.base import extremes
-from bitwright.quantizers.observers.mse import Mse, best_range
+from bitwright.quantizers.observers.histogram import Mse, best_range
 
 FULL = "int4/group32/sym/full"
 

@@ -20,7 +20,7 @@ from bitwright.kernels import products
 from bitwright.kernels.codes import encode
 from bitwright.sensitivity import Subject
 from bitwright.sensitivity.error_injection import substitutable_operators, training_batch_norms
-from bitwright.sensitivity.indicators.gradient_variance import stochastic_variance
+from bitwright.sensitivity.gradient_variance import stochastic_variance
 from bitwright.sensitivity.operator_scores import spec_of
 
 Loss = Callable[[Any, Any], Tensor]

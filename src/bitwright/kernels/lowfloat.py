@@ -1,4 +1,7 @@
-"""bf16 and fp16: run the operator itself in 16 bits."""
+"""Products of small floats: bf16 and fp16 run the operator itself in 16 bits, fp8 multiplies 8-bit floats.
+
+fp8 has a scale per tensor: e4m3 forward, e5m2 for gradients, which need its range.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,26 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bitwright.core.tensor_tree import map_tensors
+from bitwright.graph import Op
 from bitwright.graph.operators import kind_of
-from bitwright.kernels.kernel import Kernel
+from bitwright.kernels.kernel import Kernel, arguments, matmul_operands
 from bitwright.plan import ComputeSpec
+from bitwright.quantizers.grid import SMALLEST
 
 _PRODUCTS = ("linear", "conv1d", "conv2d", "matmul")
 _KINDS = (*_PRODUCTS, "embedding")
 _POOLS = ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d")
 _NAMED = ("relu", *_POOLS, "gelu", "softmax", "layer_norm", "batch_norm")
+_FORWARD, _GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+_CAPABILITY = (8, 9)
+"""The first CUDA devices with 8-bit float products (Ada)."""
+_ALIGNED = 16
+"""`torch._scaled_mm` needs multiples of this number of columns and terms."""
 
 
 @cache
@@ -96,3 +108,120 @@ class Fp16(_LowFloat):
         if device.type != "cpu" or kind not in _PRODUCTS or _has_float16_products():
             return None
         return "this CPU has no float16 products: operands and results are rounded to float16, products are float32"
+
+
+def _encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The nearest 8-bit floats of x / scale, and the scale. The largest value becomes the largest float."""
+    x = x.detach().to(torch.float32)
+    largest = torch.finfo(dtype).max
+    scale = x.abs().amax() / largest
+    scale = torch.where(scale < float("inf"), scale.clamp(min=SMALLEST), float("nan"))
+    return (x / scale).clamp(-largest, largest).to(dtype), scale
+
+
+def _multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, simulate: bool) -> Tensor:
+    """a · bᵀ in float32."""
+    if simulate or a.shape[1] % _ALIGNED or len(b) % _ALIGNED:
+        return F.linear(a.to(torch.float32) * scale_a, b.to(torch.float32) * scale_b)
+    # both operands with a contiguous reduction axis
+    first, second = a.contiguous(), b.contiguous().t()
+    return torch._scaled_mm(first, second, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
+
+
+class _Product(torch.autograd.Function):
+    """x · weightᵀ of matrices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, spec: ComputeSpec, simulate: bool) -> Tensor:
+        (a, scale_a), (b, scale_b) = _encode(x, _FORWARD), _encode(weight, _FORWARD)
+        ctx.save_for_backward(a, b, scale_a, scale_b, *((x, weight) if len(spec.backward) < 2 else ()))
+        ctx.backward_products, ctx.simulate, ctx.dtypes = spec.backward, simulate, (x.dtype, weight.dtype)
+        return _multiply(a, b, scale_a, scale_b, simulate=simulate).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        a, b, scale_a, scale_b, *floats = ctx.saved_tensors
+        left = right = None
+        codes, scale = _encode(grad, _GRADIENT)
+        wide = grad.to(torch.float32)
+        if ctx.needs_input_grad[0]:
+            if "input" in ctx.backward_products:
+                left = _multiply(codes, b.t(), scale, scale_b, simulate=ctx.simulate)
+            else:
+                left = wide @ floats[1].to(torch.float32)
+            left = left.to(ctx.dtypes[0])
+        if ctx.needs_input_grad[1]:
+            if "weight" in ctx.backward_products:
+                right = _multiply(codes.t(), a.t(), scale, scale_a, simulate=ctx.simulate)
+            else:
+                right = wide.t() @ floats[0].to(torch.float32)
+            right = right.to(ctx.dtypes[1])
+        return left, right, None, None
+
+
+class Fp8(Kernel):
+    """8-bit floats with dynamic scales per tensor: e4m3 forward, e5m2 for gradients."""
+
+    name = "fp8"
+    kinds: ClassVar[tuple[str, ...]] = ("linear", "matmul")
+
+    @classmethod
+    def refuses(cls, op: Op, spec: ComputeSpec) -> str | None:
+        """Reject products with vectors and inputs that aren't floating-point."""
+        known = super().refuses(op, spec)
+        if known is not None:
+            return known
+        if not all(port.is_floating for port in op.ports):
+            return "its inputs are not floating-point numbers"
+        vectors = any(len(port.shape) < 2 for port in op.ports if port.name != "bias")
+        return "a product with a vector stays float" if vectors else None
+
+    @classmethod
+    def missing(cls, device: torch.device) -> str | None:
+        """Products need a CUDA device of the generation Ada, Hopper or later."""
+        if device.type != "cuda":
+            return f"8-bit floats are multiplied on CUDA devices, not on {device.type}"
+        if not torch.cuda.is_available():
+            return "torch finds no CUDA device"
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= _CAPABILITY:
+            return None
+        return f"compute capability {'.'.join(map(str, capability))}, but 8-bit floats need 8.9"
+
+    @classmethod
+    def engine(cls, device: torch.device) -> str | None:
+        """The library of the products."""
+        return "cuBLAS" if cls.missing(device) is None else None
+
+    @classmethod
+    def rounded(cls, weight: Tensor, kind: str, spec: ComputeSpec) -> Tensor:
+        """Round with the scale of the forward product."""
+        values, scale = _encode(weight, _FORWARD)
+        return values.to(torch.float32) * scale
+
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call. Unusual or empty calls run in float."""
+        found = arguments(func, args, kwargs)
+        if found is None or not all(value.numel() for value in found.values() if isinstance(value, Tensor)):
+            return func(*args, **kwargs)
+        device = found["input"].device
+        simulate = self.simulate or self.missing(device) is not None
+        with torch.autocast(device_type=device.type, enabled=False):
+            if kind_of(func) == "linear":
+                return self._linear(**found, simulate=simulate)
+            operands = matmul_operands(**found)
+            return func(*args, **kwargs) if operands is None else self._matmul(*operands, simulate=simulate)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, *, simulate: bool) -> Tensor:
+        flat = input.reshape(-1, input.shape[-1])
+        result: Tensor = _Product.apply(flat, weight, self.spec, simulate)  # type: ignore[no-untyped-call]
+        result = result.view(*input.shape[:-1], len(weight))
+        return result if bias is None else result + bias.to(result.dtype)
+
+    def _matmul(self, a: Tensor, b: Tensor, *, simulate: bool) -> Tensor:
+        """Batched products, one after another."""
+        lefts, rights = a.reshape(-1, *a.shape[-2:]), b.transpose(-1, -2).reshape(-1, b.shape[-1], b.shape[-2])
+        pairs = zip(lefts, rights, strict=True)
+        found = [_Product.apply(one, other, self.spec, simulate) for one, other in pairs]  # type: ignore[no-untyped-call]
+        return torch.stack(found).view(*a.shape[:-1], b.shape[-1])

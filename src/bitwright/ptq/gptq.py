@@ -23,7 +23,7 @@ from bitwright.ptq.block_replay import Replay
 from bitwright.ptq.step import PtqContext, Step, Weight, magnitude_unit
 from bitwright.quantizers import Grid, Quantizer, grid_from_range, in_mode
 from bitwright.quantizers.attachment import Alias
-from bitwright.quantizers.observers.mse import best_range
+from bitwright.quantizers.observers.histogram import best_range
 
 KINDS = ("linear", "conv1d", "conv2d")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from bitwright.graph.recording import Call, run_call
 from bitwright.ptq.gptq import KINDS, input_groups, unfold_inputs
 from bitwright.ptq.step import PtqContext, Step, Weight, magnitude_unit
-from bitwright.quantizers.observers.mse import best_range
+from bitwright.quantizers.observers.histogram import best_range
 
 
 class Imatrix(Step):

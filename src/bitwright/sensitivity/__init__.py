@@ -1,6 +1,6 @@
 """Sensitivity: how much each site or operator degrades the model in low precision, and which ones to keep in float."""
 
-from bitwright.sensitivity.indicators.hessian import hessian_traces
+from bitwright.sensitivity.indicators import hessian_traces
 from bitwright.sensitivity.operator_scores import OperatorScores, Subject, score_operators, spec_of
 from bitwright.sensitivity.score import Scores, SiteScore, score
 from bitwright.sensitivity.suggestions import FloatTrial, Suggestion, errors_without, suggest

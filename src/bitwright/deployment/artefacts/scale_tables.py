@@ -1,13 +1,24 @@
-"""Tables of scales as text: `name scale zero_point` for Tengine's uint8 tool, and the factors of ncnn's table."""
+"""Tables of scales by tensor or layer.
+
+`scale-text` is the text file of Tengine's uint8 tool and `ncnn-table` that of ncnn. `fix-positions` has the number of
+fractional bits of each tensor (AMD's Vitis AI), and `log-levels` one offset in the log domain per tensor (HiSilicon's
+NNIE).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 
 from bitwright.core.errors import ArtefactError
-from bitwright.deployment.artefacts.base import Sidecar, StoredGrid, TensorGrid
+from bitwright.deployment.artefacts.base import Document, Sidecar, StoredGrid, TensorGrid
+from bitwright.quantizers import Quantizer
+
+_CODES = 127
+_PER_OCTAVE, _HIGHEST = 16, 127
 
 
 class ScaleText(Sidecar):
@@ -46,9 +57,6 @@ class ScaleText(Sidecar):
                     code="invalid-line",
                 ) from error
         return grids
-
-
-_CODES = 127
 
 
 class NcnnTable(Sidecar):
@@ -94,3 +102,114 @@ class NcnnTable(Sidecar):
             scale = scale if len(scale) > 1 else scale.reshape(())
             grids[name] = StoredGrid(scale=scale, zero_point=np.zeros(scale.shape, np.int64), qmin=-_CODES, qmax=_CODES)
         return grids
+
+
+# bits and position: value = code · 2^−position
+Position = tuple[Annotated[int, Field(ge=2, le=32)], Annotated[int, Field(ge=-126, le=149)]]
+
+
+class FixPositionsFile(Document):
+    """[bits, position] of each tensor; value = code · 2^−position, codes start at −2^(bits−1)."""
+
+    format: Literal["bitwright-fix-positions-1"] = "bitwright-fix-positions-1"
+    param: dict[str, Position] = Field(description="Weights by initializer name.")
+    output: dict[str, Position] = Field(description="Activations by tensor name, including the model's inputs.")
+
+
+class FixPositions(Sidecar):
+    """ONNX with fix positions in JSON."""
+
+    suffix = ".fix-positions.json"
+    document = FixPositionsFile
+
+    def refusal(self, grid: TensorGrid) -> tuple[str, str] | None:
+        """Fixed point requires a power of two per tensor and all codes."""
+        mantissa, _ = np.frexp(grid.grid.scale)
+        full = (grid.grid.qmin, grid.grid.qmax) == (-(1 << grid.grid.bits - 1), (1 << grid.grid.bits - 1) - 1)
+        if grid.grid.scale.ndim or not grid.grid.symmetric or not full or mantissa != 0.5:
+            return "fixed point requires one power of two per tensor and all signed codes", "use int8/tensor/sym/pot"
+        return None
+
+    def write(self, grids: Sequence[TensorGrid]) -> str:
+        positions = {g.tensor: (g.weight, (g.grid.bits, 1 - int(np.frexp(g.grid.scale)[1]))) for g in grids}
+        return FixPositionsFile(
+            param={name: position for name, (weight, position) in positions.items() if weight},
+            output={name: position for name, (weight, position) in positions.items() if not weight},
+        ).model_dump_json(indent=1)
+
+    def read(self, text: str) -> dict[str, StoredGrid]:
+        file: FixPositionsFile = self.parse(text)
+        return {
+            name: StoredGrid(
+                scale=np.array(np.ldexp(np.float32(1), -position)),
+                zero_point=np.zeros((), np.int64),
+                qmin=-(1 << bits - 1),
+                qmax=(1 << bits - 1) - 1,
+            )
+            for name, (bits, position) in {**file.param, **file.output}.items()
+        }
+
+
+class Level(Document):
+    """|x| = 2^((code + offset)/16), code up to 127; `offset` is computed from `largest`."""
+
+    largest: float = Field(gt=0)
+    offset: int = Field(ge=-(2**20), le=2**20, description="round(16·log2(largest)) − 127")
+
+
+class LogLevelsFile(Document):
+    """Levels by tensor name in the ONNX model."""
+
+    format: Literal["bitwright-log-levels-1"] = "bitwright-log-levels-1"
+    per_octave: Literal[16] = 16
+    activations: dict[str, Level]
+    weights: dict[str, Level]
+
+
+class LogLevels(Sidecar):
+    """ONNX with log-domain offsets in JSON; in a `Grid`, scale is the largest value and zero_point the offset."""
+
+    suffix = ".log-levels.json"
+    document = LogLevelsFile
+
+    def carries(self, quantizer: Quantizer) -> bool:
+        """Only logarithmic levels are supported."""
+        return quantizer.spec.quantizer == "nnie"
+
+    def refusal(self, grid: TensorGrid) -> tuple[str, str] | None:
+        """The format has one offset per tensor."""
+        if grid.grid.scale.ndim or grid.grid.qmax != _HIGHEST:
+            return "logarithmic levels require 8 bits and one offset per tensor", "use int8/tensor/sym"
+        return None
+
+    def grid(self, quantizer: Quantizer) -> StoredGrid:
+        """The largest value and its offset, rounded as in the quantizer."""
+        largest = quantizer.scale.detach().cpu()
+        offset = (_PER_OCTAVE * largest.log2()).round() - _HIGHEST
+        return StoredGrid(
+            scale=largest.numpy().astype(np.float32),
+            zero_point=offset.numpy().astype(np.int64),
+            qmin=-quantizer.qmax,
+            qmax=quantizer.qmax,
+        )
+
+    def write(self, grids: Sequence[TensorGrid]) -> str:
+        levels = {
+            g.tensor: (g.weight, Level(largest=float(g.grid.scale), offset=int(g.grid.zero_point))) for g in grids
+        }
+        return LogLevelsFile(
+            activations={name: level for name, (weight, level) in levels.items() if not weight},
+            weights={name: level for name, (weight, level) in levels.items() if weight},
+        ).model_dump_json(indent=1)
+
+    def read(self, text: str) -> dict[str, StoredGrid]:
+        file: LogLevelsFile = self.parse(text)
+        return {
+            name: StoredGrid(
+                scale=np.array(level.largest, np.float32),
+                zero_point=np.array(level.offset, np.int64),
+                qmin=-_HIGHEST,
+                qmax=_HIGHEST,
+            )
+            for name, level in (file.activations | file.weights).items()
+        }

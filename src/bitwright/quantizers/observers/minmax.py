@@ -12,7 +12,7 @@ from bitwright.core.errors import BitwrightError
 from bitwright.core.formats import Format
 from bitwright.quantizers.grid import extremes
 from bitwright.quantizers.observers.base import Observer, RangeObserver
-from bitwright.quantizers.observers.mse import Mse
+from bitwright.quantizers.observers.histogram import Mse
 
 
 class MinMax(RangeObserver):

@@ -1,21 +1,27 @@
-"""`hessian_traces(…)`: Hutchinson's estimate of the trace of the loss's Hessian, for each weight.
+"""Indicators: different measures of an operator's sensitivity to low precision.
 
-For a random vector v of signs, E[vᵀHv] is the trace of H. The product Hv is the gradient of (gradient · v), so the
-Hessian itself is never computed.
+`hessian` estimates the trace of the loss's Hessian, and `output-error` measures the error of the model's outputs.
+`weight-variance` and `random` are baselines. The indicator `gradient-variance` has its own file.
+
+Hutchinson's estimate: for a random vector v of signs, E[vᵀHv] is the trace of H. The product Hv is the gradient of
+(gradient · v), so the Hessian itself is never computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from bitwright.core.errors import CalibrationError
+from bitwright.core.registry import KERNELS
 from bitwright.core.tensor_tree import eval_mode
 from bitwright.plan import ComputeSpec
-from bitwright.sensitivity.error_injection import rounded_weight, weight_name, weight_of
+from bitwright.sensitivity.error_injection import rounded_weight, substitutable_operators, weight_name, weight_of
 from bitwright.sensitivity.operator_scores import Subject, Values
 from bitwright.workload import call
 
@@ -88,3 +94,44 @@ def hessian(subject: Subject) -> Values:
         return max(traces[parameter], 0.0) / weight.numel() * error
 
     return subject.each(added)
+
+
+def output_error(subject: Subject) -> Values:
+    """‖y − ŷ‖²/‖y‖² of the outputs; one forward pass per operator, format and batch, with simulated kernels."""
+    with (
+        torch.no_grad(),
+        eval_mode(subject.model),
+        substitutable_operators(subject.model, subject.graph, subject.any_spec) as operators,
+    ):
+
+        def outputs(kernels: Mapping[str, Any]) -> list[Tensor]:
+            operators.put(kernels)
+            leaves = [x for inputs, _ in subject.batches for x in tree_leaves(call(subject.model, inputs))]
+            return [x.double() for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+
+        wanted = outputs({})
+        signal = sum(float(x.square().sum()) for x in wanted)
+
+        def error(name: str, spec: ComputeSpec) -> float:
+            got = outputs({name: KERNELS.get(spec.format)(spec, simulate=True)})
+            return sum(float((a - b).square().sum()) for a, b in zip(wanted, got, strict=True)) / max(signal, 1e-30)
+
+        return subject.each(error)
+
+
+def random(subject: Subject) -> Values:
+    """A number between 0 and 1 that depends only on the seed, the operator and the format."""
+    return subject.each(lambda name, spec: Random(f"{subject.seed} {name} {spec}").random())
+
+
+def weight_variance(subject: Subject) -> Values:
+    """|var(Ŵ) − var(W)|; 0 for operators without a weight. Uses no data."""
+
+    def change(name: str, spec: ComputeSpec) -> float:
+        weight = weight_of(subject.model, subject.op(name))
+        if weight is None:
+            return 0.0
+        rounded = rounded_weight(weight, subject.op(name).kind, spec)
+        return abs(float(rounded.double().var(correction=0) - weight.double().var(correction=0)))
+
+    return subject.each(change)

@@ -1,8 +1,10 @@
-"""The range with the smallest quantization error, which may be weighted by importance."""
+"""Ranges from the distribution of the values: mse, kl and percentile."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bitwright.core.errors import BitwrightError
@@ -10,6 +12,8 @@ from bitwright.core.formats import Format
 from bitwright.quantizers.grid import SMALLEST, extremes, grid_from_range, size_of
 from bitwright.quantizers.observers.base import HistogramObserver
 
+_BINS = 2048  # of |x|, as published
+_CLIPPED, _WORSE = 0.01, 4.0  # reject ranges that clip more than this share and lose this much more than the full range
 _CHUNK = 1 << 16  # elements at a time, so that temporaries stay in the cache
 _FACTORS = (1.0, 0.96, 1.04, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7, 0.65, 0.6)
 _FLIPPED = (0.98, 1.04, 1.1, 1.16)
@@ -124,3 +128,96 @@ def _search(rows: Tensor, format: Format, importance: Tensor | None) -> tuple[Te
     zeros = (low == 0) & (high == 0)
     found = [torch.where(zeros, 0.0, end * unit[:, 0]) for end in span]
     return found[0], found[1]
+
+
+class Kl(HistogramObserver):
+    """Tries thresholds on |x| and chooses the smallest divergence. Values beyond a threshold count in the last bin.
+
+    With few values, the histogram has more bins than values. Then a threshold below nearly all values can have zero
+    divergence. A range that loses much more than the full range is not used.
+    """
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """[max(min, −t), min(max, t)] per row."""
+        values, counts = self.samples()
+        low, high = self.ends()
+        limits = [
+            _threshold(np.abs(v.astype(np.float64)), c, 2 ** (self.format.bits - 1))
+            for v, c in zip(values.cpu().numpy(), counts.cpu().numpy(), strict=True)
+        ]
+        limit = torch.tensor(limits, dtype=low.dtype, device=low.device)
+        bottom, top = torch.maximum(low, -limit), torch.minimum(high, limit)
+        lost, clipped = self._lost(values, counts, bottom, top)
+        lost_by_all, _ = self._lost(values, counts, low, high)
+        sparse = (clipped > _CLIPPED) & (lost > _WORSE * lost_by_all)
+        return torch.where(sparse, low, bottom), torch.where(sparse, high, top)
+
+    def _lost(self, values: Tensor, counts: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """The share of Σx² that a range loses, and the share of values that it clips."""
+        # Negative numbers at an unsigned symmetric site are reported by the quantizer, which knows the site.
+        floor = low if self.format.signed or not self.format.symmetric else low.clamp(min=0.0)
+        grid = grid_from_range(floor, high, self.format)
+        scale, zero_point = grid.scale[:, None], grid.zero_point[:, None]
+        codes = torch.clamp(torch.round(values / scale) + zero_point, grid.qmin, grid.qmax)
+        exact, energy = values.double(), (values.double().square() * counts).sum(dim=1).clamp(min=1e-300)
+        rounding = ((codes - zero_point).double() * scale.double() - exact).square()
+        beyond = (exact < low.double()[:, None]) | (exact > high.double()[:, None])
+        clipped = (beyond * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1e-300)
+        return (rounding * counts).sum(dim=1) / energy, clipped
+
+
+def _threshold(magnitudes: NDArray[np.floating], counts: NDArray[np.floating], levels: int) -> float:
+    top = float(magnitudes[counts > 0].max(initial=0.0))
+    if top == 0.0 or levels >= _BINS:
+        return top
+    histogram, edges = np.histogram(magnitudes, bins=_BINS, range=(0.0, top), weights=counts)
+    # Zeros (after ReLU or padding) have no error in any range; counting them would favour small thresholds.
+    histogram[0] = histogram[1]
+    best, chosen = np.inf, _BINS
+    for used in [*range(levels, _BINS, 8), _BINS]:
+        divergence = _divergence(histogram, used, levels)
+        if divergence < best:
+            best, chosen = divergence, used
+    return float(edges[chosen])
+
+
+def _divergence(histogram: NDArray[np.floating], used: int, levels: int) -> float:
+    reference = histogram[:used].copy()
+    reference[-1] += histogram[used:].sum()
+    if reference.sum() == 0:
+        return float("inf")
+    # Each level covers several bins and distributes its mass over the non-empty ones.
+    level = (np.arange(used) * levels // used).astype(np.intp)
+    mass = np.bincount(level, weights=histogram[:used], minlength=levels)
+    filled = np.bincount(level, weights=(histogram[:used] > 0).astype(np.float64), minlength=levels)
+    candidate = np.where(histogram[:used] > 0, (mass / np.maximum(filled, 1))[level], 0.0)
+    if candidate.sum() == 0:
+        return float("inf")
+    p, q = reference / reference.sum(), candidate / candidate.sum()
+    where = p > 0
+    return float(np.sum(p[where] * np.log(p[where] / np.maximum(q[where], 1e-12))))
+
+
+class Percentile(HistogramObserver):
+    """Covers `percentile` percent of the values. Half of the rest is clipped at each end."""
+
+    def __init__(self, *, format: Format, percentile: float = 99.99) -> None:
+        super().__init__(format=format)
+        if not 50.0 < percentile <= 100.0:
+            raise BitwrightError(
+                "percentile must be in (50, 100]", value=percentile, fix="99.99", code="invalid-options"
+            )
+        self.percentile = percentile
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """The two quantiles, within the observed range."""
+        values, counts = self.samples()
+        low, high = self.ends()
+        below = counts.cumsum(dim=1)
+        total = below[:, -1:]
+        tail = (1 - self.percentile / 100) / 2
+        # the last value with at most `tail` of the mass strictly below it, and the symmetric one
+        first = (below <= tail * total).sum(dim=1).clamp(max=values.shape[1] - 1)
+        last = (below < (1 - tail) * total).sum(dim=1).clamp(max=values.shape[1] - 1)
+        rows = torch.arange(values.shape[0], device=values.device)
+        return torch.maximum(values[rows, first], low), torch.minimum(values[rows, last], high)

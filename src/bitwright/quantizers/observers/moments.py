@@ -1,4 +1,4 @@
-"""The initial ranges of LSQ and LSQ+."""
+"""Ranges from means and deviations: the initial ranges of LSQ and LSQ+, and clip-std."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from bitwright.core.errors import BitwrightError
+from bitwright.core.formats import Format
 from bitwright.quantizers.observers.base import MomentsObserver, range_of_scale, resolved_sign
 
 
@@ -44,3 +46,18 @@ class LsqPlusStart(MomentsObserver):
             return torch.maximum(low, -m), torch.minimum(high, m)
         seen_signed = self.format.signed and not (self.format.adasign and bool((low >= 0).all()))
         return -m if seen_signed else low.clamp(max=0.0), m
+
+
+class ClipStd(MomentsObserver):
+    """μ ± k·σ over all batches (k = 2.6), within the observed range."""
+
+    def __init__(self, *, format: Format, deviations: float = 2.6) -> None:
+        super().__init__(format=format)
+        if deviations <= 0:
+            raise BitwrightError("deviations must be positive", value=deviations, fix="2.6", code="invalid-options")
+        self.deviations = deviations
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        low, high = self.ends()
+        mean, std = self.mean_std()
+        return torch.maximum(low, mean - self.deviations * std), torch.minimum(high, mean + self.deviations * std)

@@ -1,1 +1,0 @@
-"""Indicators: different measures of an operator's sensitivity to low precision."""

@@ -1,1 +1,0 @@
-"""Search strategies: each is a generator that yields candidates and receives their outcomes."""
