@@ -30,7 +30,7 @@ def test_python_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def test_plan_block_is_a_plan_for_digits(tmp_path: Path) -> None:
     from bitwright import capture
-    from bitwright.zoo.digits import DigitsNet, digits_split
+    from bitwright.zoo.workloads import DigitsNet, digits_split
 
     plan = Plan.from_yaml(block("yaml", "sites:"))
     resolved = plan.resolve(capture(DigitsNet(), digits_split().test_images[:1]))

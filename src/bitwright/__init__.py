@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from bitwright.cluster.measurement import profile
     from bitwright.cluster.predictor import predict
     from bitwright.core import __version__
+    from bitwright.core.display import Progress
     from bitwright.core.errors import BitwrightError, PlanError, Problem
     from bitwright.core.formats import Format
-    from bitwright.core.progress import Progress
     from bitwright.deployment import Artefact, Check, check, export, export_float, measure_latency, open_runtime
     from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
     from bitwright.graph import Graph, capture
@@ -115,7 +115,7 @@ _HOMES = {
     "bitwright.bench.comparison": ("Comparison",),
     "bitwright.reports.record": ("Record",),
     "bitwright.reports.files": ("report",),
-    "bitwright.core.progress": ("Progress",),
+    "bitwright.core.display": ("Progress",),
     "bitwright.sensitivity": (
         "OperatorScores",
         "score_operators",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from bitwright import Workload
-from bitwright.zoo.digits import DigitsNet, digits_split
+from bitwright.zoo.workloads import DigitsNet, digits_split
 
 FILE = Path(__file__)
 

@@ -395,7 +395,7 @@ def prepare() -> None:
         import_module(f"bitwright.cli.{name}")
     for name in ("bench", "deployment", "training.trainer", "tuning", "workflows"):
         import_module(f"bitwright.{name}")
-    import_module("bitwright.zoo.digits")
+    import_module("bitwright.zoo.workloads")
     import_module("onnxruntime")
     if find_spec("openvino"):
         import_module("openvino")

@@ -15,7 +15,7 @@ from torch import nn
 from bitwright import TrainConfig, Trainer, Workload
 from bitwright.core.errors import BitwrightError
 from bitwright.workload import ImageFiles, TransformedImages
-from bitwright.workload.images import color_jitter
+from bitwright.workload.datasets import color_jitter
 
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
 

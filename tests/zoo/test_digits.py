@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from bitwright.workload import batches, evaluate
-from bitwright.zoo.digits import digits_split, train_digits
-from bitwright.zoo.workloads import digits
+from bitwright.zoo.workloads import digits, digits_split, train_digits
 
 
 def test_split_is_fixed_and_disjoint() -> None:

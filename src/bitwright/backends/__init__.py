@@ -1,13 +1,13 @@
 """Hardware targets as tables, and the placement of quantizers by their rules."""
 
 from bitwright.backends.bit_budget import FormatCost, WeightCosts
-from bitwright.backends.choices import (
+from bitwright.backends.placement import make_plan, place
+from bitwright.backends.precisions import (
     Choices,
     choice_problems,
     patterns_of,
     reject_choices_with_plan,
 )
-from bitwright.backends.placement import make_plan, place
 from bitwright.backends.table import (
     DEFAULT_BACKEND,
     DEFAULT_RUNTIME,

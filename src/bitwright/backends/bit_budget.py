@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bitwright.backends.choices import Choices, reject_choices_with_plan
+from bitwright.backends.precisions import Choices, reject_choices_with_plan
 from bitwright.core import display
 from bitwright.core.errors import PlanError, Problem, did_you_mean
 from bitwright.core.formats import Format

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Unpack
 
 from bitwright.backends.bit_budget import WeightCosts, budget_choices, with_budget
-from bitwright.backends.choices import Choices, choice_problems, patterns_of
-from bitwright.backends.choices import weight_format as format_of_weights
 from bitwright.backends.decisions import Decisions
+from bitwright.backends.precisions import Choices, choice_problems, patterns_of
+from bitwright.backends.precisions import weight_format as format_of_weights
 from bitwright.backends.table import DEFAULT_BACKEND, BackendTable, Guard, backend, check_plan, dynamic_table
 from bitwright.backends.token_models import HEAD
 from bitwright.core.arguments import strict

@@ -28,10 +28,10 @@ from bitwright.bench.comparison import (
 )
 from bitwright.bench.instances import Job, ModelVariant, arrange, can_pin, run_together
 from bitwright.core.arguments import Amount, Count, strict
+from bitwright.core.display import Progress, phases
 from bitwright.core.environment import environment
 from bitwright.core.errors import BitwrightError, DiskError, did_you_mean
 from bitwright.core.files import scratch_folder
-from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import BACKENDS, RUNTIMES
 from bitwright.core.tensor_tree import as_call
 from bitwright.deployment import Runtime, available_runtimes, measure_latency, open_runtime

@@ -22,11 +22,11 @@ from bitwright.bench.grid_row import (
 )
 from bitwright.bench.leaderboard import FloatNet, Leaderboard, Result, Row, summaries
 from bitwright.core.arguments import strict
+from bitwright.core.display import Progress
 from bitwright.core.environment import Machine, machine, other_instructions, revision
 from bitwright.core.errors import BitwrightError, PlanError, Problem, UserCodeError, WorkloadError, did_you_mean
 from bitwright.core.files import disk_error, fingerprint, scratch_folder
 from bitwright.core.interrupts import Interrupted, current_stop, safe_point
-from bitwright.core.progress import Progress
 from bitwright.core.store_connection import is_address
 from bitwright.core.task_store import Study, open_study
 

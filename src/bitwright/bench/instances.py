@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.bench.comparison import Instance, Together
+from bitwright.core.display import Progress
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import scratch_folder
-from bitwright.core.progress import Progress
 from bitwright.deployment import Latency, open_runtime
 
 

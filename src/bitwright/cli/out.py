@@ -16,9 +16,9 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from bitwright.core.display import Progress
 from bitwright.core.errors import Problem, problem_data, visible_text
 from bitwright.core.formatting import json_text
-from bitwright.core.progress import Progress
 
 if TYPE_CHECKING:
     from bitwright.core.display import Summarized

@@ -57,7 +57,7 @@ def plan(
     With --plan, an existing plan is validated for the workload instead. `plan-cluster` plans low-precision training.
     """
     from bitwright.plan import Plan, json_schema
-    from bitwright.workflows.plans import plan_workload
+    from bitwright.workflows.quantization import plan_workload
 
     if schema:
         out.result(json.dumps(json_schema(), indent=1))

@@ -17,9 +17,8 @@ from bitwright.cluster.planners import Allocation, uniform
 from bitwright.cluster.planners.precision import over_limits
 from bitwright.core import formatting
 from bitwright.core.arguments import strict
-from bitwright.core.display import Summarized, Table
+from bitwright.core.display import Progress, Summarized, Table
 from bitwright.core.errors import BitwrightError, PlanError, log_warnings
-from bitwright.core.progress import Progress
 from bitwright.core.registry import PLANNERS
 from bitwright.core.tensor_tree import batch_size
 from bitwright.plan import Plan

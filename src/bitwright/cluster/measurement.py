@@ -24,11 +24,10 @@ from bitwright.cluster.device_step import DeviceStep
 from bitwright.cluster.prediction import Prediction
 from bitwright.cluster.predictor import predict_step, uses_channels_last
 from bitwright.core.arguments import strict
-from bitwright.core.display import Summarized, Table
+from bitwright.core.display import Progress, Summarized, Table
 from bitwright.core.errors import PlanError, Problem
 from bitwright.core.formatting import relative_error
 from bitwright.core.interrupts import Interrupted
-from bitwright.core.progress import Progress
 from bitwright.plan import Plan
 from bitwright.profiling.cost_key import CostKey, is_loss
 from bitwright.profiling.device_profile import DeviceProfile

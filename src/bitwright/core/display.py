@@ -1,22 +1,70 @@
-"""Results in notebooks and reports: tables as HTML and charts as inline SVG.
+"""How results and progress are shown: the progress callback, tables as HTML, and charts as inline SVG.
 
 Widths of charts are in percent, so that text has the same size on every screen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from math import ceil, floor, log10
 from pathlib import Path
+from typing import TypeAlias
 
 from markupsafe import Markup, escape
 
 from bitwright.core.files import write_text
 
+__all__ = [
+    "BAR_HEIGHT",
+    "Bar",
+    "Chart",
+    "Dot",
+    "Progress",
+    "Summarized",
+    "Table",
+    "bar",
+    "bar_chart",
+    "lanes",
+    "phases",
+    "scatter",
+    "svg",
+    "ticks",
+]
+
+#: Called with the number of finished units, the total (None: unknown) and a description of the current unit.
+#: Example: `lambda done, total, description: print(f"{done}/{total} {description}")`.
+Progress: TypeAlias = Callable[[int, int | None, str], None]
 _STOPS = 16  # points of a chart that the Tab key visits
 BAR_HEIGHT = 31  # pixels: a line of text and its bar
+_MOST = 50  # rows; `to_dict` and reports have all
+_STYLE = (
+    ".bitwright-chart text{fill:currentColor;font:12.5px system-ui,sans-serif}"
+    ".bitwright-chart .soft{opacity:.7}.bitwright-chart .head{font-weight:600}"
+    ".bitwright-chart .rail{fill:#8884}.bitwright-chart .float{fill:#a3aebf}.bitwright-chart .quantized{fill:#0f766e}"
+    ".bitwright-chart .grid{stroke:#8884}.bitwright-chart .front{stroke:#0f766e}"
+    ".bitwright-chart .limit{stroke:#b45309}.bitwright-chart text.limit{stroke:none;fill:#b45309}"
+    ".bitwright-chart .dot{fill:none;stroke:#2f5fa8;stroke-width:2}.bitwright-chart .dot.best{fill:#2f5fa8}"
+)
+
+
+def phases(progress: Progress | None) -> Callable[[str], None]:
+    """Report phases whose number isn't known in advance, by their descriptions.
+
+    >>> begin = phases(lambda done, total, description: print(done, total, description))
+    >>> begin("exporting")
+    0 None exporting
+    >>> begin("timing")
+    1 None timing
+    """
+    numbers = count()
+
+    def begin(description: str) -> None:
+        if progress is not None:
+            progress(next(numbers), None, description)
+
+    return begin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,17 +227,6 @@ def svg(parts: list[str], height: int, label: str, *, kind: str = "bars") -> Mar
     """A drawing with a label for screen readers."""
     inner = "".join(parts)
     return Markup(f'<svg class="{kind}" height="{height}" role="group" aria-label="{escape(label)}">{inner}</svg>')
-
-
-_MOST = 50  # rows; `to_dict` and reports have all
-_STYLE = (
-    ".bitwright-chart text{fill:currentColor;font:12.5px system-ui,sans-serif}"
-    ".bitwright-chart .soft{opacity:.7}.bitwright-chart .head{font-weight:600}"
-    ".bitwright-chart .rail{fill:#8884}.bitwright-chart .float{fill:#a3aebf}.bitwright-chart .quantized{fill:#0f766e}"
-    ".bitwright-chart .grid{stroke:#8884}.bitwright-chart .front{stroke:#0f766e}"
-    ".bitwright-chart .limit{stroke:#b45309}.bitwright-chart text.limit{stroke:none;fill:#b45309}"
-    ".bitwright-chart .dot{fill:none;stroke:#2f5fa8;stroke-width:2}.bitwright-chart .dot.best{fill:#2f5fa8}"
-)
 
 
 @dataclass(frozen=True)

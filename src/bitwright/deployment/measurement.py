@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from bitwright.core.arguments import Amount, Count, strict
+from bitwright.core.display import Progress
 from bitwright.core.environment import peak_resident_bytes, reset_peak, resident_bytes
 from bitwright.core.errors import ArtefactError
 from bitwright.core.files import scratch_folder
 from bitwright.core.formats import Format
-from bitwright.core.progress import Progress
 from bitwright.core.registry import RUNTIMES
 from bitwright.deployment.runtimes.base import OnnxReader, Runtime, open_runtime
 from bitwright.plan import Plan, SiteSpec

@@ -21,8 +21,8 @@ from bitwright.core.documents import read_bytes
 from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean, log_warnings
 from bitwright.core.registry import KERNELS
 from bitwright.graph import Graph, Op
-from bitwright.plan.compute import FLOAT, ComputeSpec
 from bitwright.plan.plan import Device, Plan
+from bitwright.plan.schema import FLOAT, ComputeSpec
 
 __all__ = ["MapperSummary", "load_mapper", "plan_of_mapper", "summarize_mapper"]
 

@@ -21,8 +21,7 @@ from bitwright.cluster import predict_step
 from bitwright.core.errors import BitwrightError
 from bitwright.core.formatting import counted
 from bitwright.importers.trace_events import Event, Shape, Trace, TracedStep, read_trace, training_steps
-from bitwright.importers.trace_replay import TraceReplay, replay_steps
-from bitwright.importers.trace_summary import steady_windows, traced_steps
+from bitwright.importers.trace_summary import TraceReplay, replay_steps, steady_windows, traced_steps
 from bitwright.plan import Plan
 from bitwright.profiling.cost_key import CallSpec
 from bitwright.profiling.device_profile import DeviceProfile, Host, OperatorCost, OperatorTime, TensorsCost

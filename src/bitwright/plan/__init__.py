@@ -1,12 +1,12 @@
 """Plans: schema, load, save, validate, diff."""
 
-from bitwright.plan.compute import ComputeSpec
 from bitwright.plan.plan import Change, Device, FoldSpec, Plan, SiteSpec
 from bitwright.plan.schema import (
     DEFAULT_STRATEGY,
     NO_FOLDING,
     SCHEMA_VERSION,
     STRATEGIES,
+    ComputeSpec,
     json_schema,
     known_strategies,
 )

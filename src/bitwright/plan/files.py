@@ -18,12 +18,12 @@ from bitwright.core.errors import BitwrightError, FormatError, PlanError, Proble
 from bitwright.core.files import write_text
 from bitwright.core.formats import Format
 from bitwright.core.schemas import problems_of
-from bitwright.plan.compute import ComputeSpec
 from bitwright.plan.plan import Change, Device, FoldSpec, Plan, SiteSpec
 from bitwright.plan.schema import (
     NO_FOLDING,
     SCHEMA_VERSION,
     ComputeEntry,
+    ComputeSpec,
     PlanFile,
     SiteEntry,
     known_strategies,

@@ -17,8 +17,7 @@ from bitwright.core.formatting import counted
 from bitwright.core.schemas import device_name, not_blank
 from bitwright.graph import Graph
 from bitwright.graph.naming import site_name
-from bitwright.plan.compute import ComputeSpec, resolved
-from bitwright.plan.schema import DEFAULT_STRATEGY
+from bitwright.plan.schema import DEFAULT_STRATEGY, ComputeSpec, resolve_compute
 
 _FLOAT = Format.parse("float")
 
@@ -266,8 +265,8 @@ class Plan(Summarized):
             sites = _resolved(Lookup(device.sites, self.sites), names, graph)
             # includes sites that the device's entries affect: a tied weight may have another owner on this device
             kept = {n: spec for n, spec in sites.items() if own(n) is not None or spec != common.get(n)}
-            devices[kind] = replace(device, sites=kept, compute=resolved([device.compute], graph))
-        return replace(self, sites=common, compute=resolved([self.compute], graph), devices=devices)
+            devices[kind] = replace(device, sites=kept, compute=resolve_compute([device.compute], graph))
+        return replace(self, sites=common, compute=resolve_compute([self.compute], graph), devices=devices)
 
     def validate(self, graph: Graph | None = None) -> list[Problem]:
         """All problems, with site, value and fix. Empty if the plan is valid."""

@@ -1,12 +1,18 @@
-"""The plan file, version 1, as pydantic models. Published as JSON Schema."""
+"""The plan file, version 1, as pydantic models, published as JSON Schema; and `ComputeSpec`, an entry of `compute`."""
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from bitwright.core.arguments import strict
+from bitwright.core.registry import KERNELS
 from bitwright.core.schemas import DeviceName, NonBlank
+from bitwright.graph import Graph
 
 NO_FOLDING = -1
 DEFAULT_STRATEGY = 4
@@ -28,6 +34,9 @@ def known_strategies(*, none: bool = False) -> str:
 
 
 SCHEMA_VERSION = 1
+FLOAT = "float"
+GRADIENTS = ("input", "weight")
+SCALES = ("row", "tensor")
 
 
 class _Strict(BaseModel):
@@ -129,3 +138,52 @@ def json_schema() -> dict[str, Any]:
     """The JSON Schema of a plan file."""
     schema = PlanFile.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "bitwright-plan-1", **schema}
+
+
+@strict
+@dataclass(frozen=True, kw_only=True)
+class ComputeSpec:
+    """How one operator is computed."""
+
+    format: str = FLOAT
+    """The kernel: int8, bf16, fp16, …. `float` in a device's section disables the kernel."""
+    backward: tuple[str, ...] = GRADIENTS[:1]
+    """The backward products that also run in this precision: of the `input`, of the `weight`."""
+    stochastic: bool = False
+    """Whether gradients are rounded stochastically (unbiased)."""
+    scales: str = SCALES[0]
+    """Integer scales: one per `row` (a sample or token; an output of a weight), or one per `tensor`."""
+    why: str = ""
+
+    @property
+    def is_low_precision(self) -> bool:
+        """Whether the operator runs in low precision."""
+        return self.format != FLOAT
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether each tensor has a single scale."""
+        return self.scales == SCALES[1]
+
+    def entry(self) -> dict[str, Any] | str:
+        """The entry in a plan file, without default values."""
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        if "backward" in changed:
+            changed["backward"] = list(self.backward)
+        return self.format if set(changed) <= {"format"} else {"format": self.format, **changed}
+
+
+def resolve_compute(layers: list[Mapping[str, ComputeSpec]], graph: Graph) -> dict[str, ComputeSpec]:
+    """The spec of each operator. In each layer, exact names override patterns, and later entries earlier ones."""
+    found: dict[str, ComputeSpec] = {}
+    for op in graph.ops:
+        for layer in layers:
+            keys = [key for key in reversed(list(layer)) if fnmatch.fnmatchcase(op.name, key) or key == op.name]
+            if keys:
+                spec = layer[op.name if op.name in layer else keys[0]]
+                # a pattern applies to the operators that the kernel supports
+                exact = op.name in layer
+                if exact or not spec.is_low_precision or KERNELS.get(spec.format).refuses(op, spec) is None:
+                    found[op.name] = spec
+                    break
+    return found

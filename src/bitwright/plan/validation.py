@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from bitwright.core.errors import BitwrightError, Problem, did_you_mean
-from bitwright.core.registry import BACKENDS, OBSERVERS, QUANTIZERS, Registry
+from bitwright.core.registry import BACKENDS, KERNELS, OBSERVERS, QUANTIZERS, Registry
 from bitwright.graph import Graph, Op
 from bitwright.graph.naming import SiteName
 from bitwright.graph.operators import channel_axis, reduction_axis
-from bitwright.plan.compute import problems_of
 from bitwright.plan.plan import Lookup, Plan, SiteSpec, is_pattern, matching, site_names, weight_owners
-from bitwright.plan.schema import STRATEGIES, WITHOUT_BATCH, known_strategies
+from bitwright.plan.schema import FLOAT, GRADIENTS, SCALES, STRATEGIES, WITHOUT_BATCH, ComputeSpec, known_strategies
 
 GUARDS = ("int16-pairs",)
 
@@ -32,9 +33,9 @@ def validate(plan: Plan, graph: Graph | None = None) -> list[Problem]:
             problems += _share(prefix + key, spec, sites)
         if graph is not None:
             problems += _against(graph, sites, site_names(graph, plan.folds), prefix)
-    problems += problems_of(plan.compute, plan.sites, graph, "")
+    problems += _compute(plan.compute, plan.sites, graph, "")
     for kind, device in plan.devices.items():
-        problems += problems_of(device.compute, {**plan.sites, **device.sites}, graph, f"devices.{kind} ")
+        problems += _compute(device.compute, {**plan.sites, **device.sites}, graph, f"devices.{kind} ")
     problems += _strategies(plan)
     if graph is not None:
         problems += _folds(plan, graph)
@@ -254,4 +255,65 @@ def _folds(plan: Plan, graph: Graph) -> Iterator[Problem]:
                 value=f"{norm}: {before}",
                 fix="remove this entry",
                 code="fold-not-possible",
+            )
+
+
+def _compute(
+    compute: Mapping[str, ComputeSpec], sites: Mapping[str, Any], graph: Graph | None, prefix: str
+) -> Iterator[Problem]:
+    """All problems of one section."""
+    for key, spec in compute.items():
+        where = f"{prefix}compute.{key}"
+        if spec.is_low_precision and spec.format not in KERNELS:
+            fix = did_you_mean(spec.format, [*KERNELS.names(), FLOAT])
+            yield Problem(what="unknown kernel", where=where, value=spec.format, fix=fix, code="unknown-kernel")
+            continue
+        wrong = [name for name in spec.backward if name not in GRADIENTS]
+        if wrong:
+            fix = f"use some of: {', '.join(GRADIENTS)}"
+            yield Problem(
+                what="unknown product of the backward pass",
+                where=where,
+                value=wrong[0],
+                fix=fix,
+                code="unknown-product",
+            )
+        if spec.scales not in SCALES:
+            fix = f"use one of: {', '.join(SCALES)}"
+            yield Problem(
+                what="unknown granularity of scales", where=where, value=spec.scales, fix=fix, code="unknown-scales"
+            )
+        quantized = [site for site, one in sites.items() if site.rpartition(":")[0] == key and one.quantizes]
+        if spec.is_low_precision and quantized:
+            yield Problem(
+                what="the operator has a kernel and a simulated quantizer",
+                where=where,
+                value=quantized[0],
+                fix="remove the site or the kernel",
+                code="kernel-and-quantizer",
+            )
+        if graph is not None:
+            yield from _compute_against(key, spec, graph, where)
+
+
+def _compute_against(key: str, spec: ComputeSpec, graph: Graph, where: str) -> Iterator[Problem]:
+    found = [op for op in graph.ops if op.name == key or fnmatch.fnmatchcase(op.name, key)]
+    if not found:
+        yield Problem(
+            what="matches no operator of the model",
+            where=where,
+            value=key,
+            fix=did_you_mean(key, graph.by_name),
+            code="unknown-operator",
+        )
+    elif spec.is_low_precision:
+        kernel = KERNELS.get(spec.format)
+        reasons = [(kernel.refuses_named if op.name == key else kernel.refuses)(op, spec) for op in found]
+        if all(reasons):
+            yield Problem(
+                what=str(reasons[0]),
+                where=where,
+                value=spec.format,
+                fix="keep it in float",
+                code="kernel-not-applicable",
             )

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.core.arguments import strict
+from bitwright.core.display import Progress
 from bitwright.core.environment import keep_freed_memory
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
-from bitwright.core.progress import Progress
 from bitwright.core.registry import OBSERVERS
 from bitwright.core.tensor_tree import as_call, batch_size, channels_last, eval_mode, slice_batch, tensors_in, untouched
 from bitwright.ptq.distributed import (

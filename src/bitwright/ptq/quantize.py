@@ -25,10 +25,10 @@ from bitwright.backends import backend as find_backend
 from bitwright.backends.precisions import resolve
 from bitwright.core import display
 from bitwright.core.arguments import Amount, Seed, strict
+from bitwright.core.display import Progress
 from bitwright.core.errors import BitwrightError, CalibrationError, ExportError, PlanError, Problem, log_warnings
 from bitwright.core.formatting import counted
 from bitwright.core.output_folder import staged_output
-from bitwright.core.progress import Progress
 from bitwright.core.registry import WORKLOADS
 from bitwright.core.tensor_tree import batch_size
 from bitwright.deployment import Artefact, Check, Distance, check, export, measure_distance, unexportable

@@ -19,7 +19,7 @@ from bitwright.graph import Graph, Op, Source
 from bitwright.graph.operators import EXPERT_PRODUCTS
 from bitwright.graph.recording import Runner, Tape, Values, inputs_of, parameters_of, record
 from bitwright.plan import Plan
-from bitwright.quantizers import Attachment, Quantizer, attachment_of, in_mode
+from bitwright.quantizers import Attachment, Quantizer, attachment_of, grid_from_range, in_mode
 from bitwright.workload.data import split
 
 MEMORY = 1024
@@ -161,6 +161,15 @@ def is_uniform(quantizer: Quantizer) -> bool:
     """Whether the quantizer rounds values to the nearest point of a stored uniform grid."""
     plain = type(quantizer).transform is Quantizer.transform and not quantizer.of
     return quantizer.exportable and plain and not quantizer.spec.format.dynamic
+
+
+def round_weight(quantizer: Quantizer, weight: Tensor) -> Tensor:
+    """Return the weight as its quantizer would round it after calibration."""
+    observer = quantizer.new_observer()
+    observer.observe(quantizer.layout.rows(weight))
+    grid = grid_from_range(*observer.range(), quantizer.spec.format, site=quantizer.site)
+    scale, zero = (quantizer.layout.over(part, weight) for part in (grid.scale, grid.zero_point))
+    return (torch.clamp(torch.round(weight / scale) + zero, grid.qmin, grid.qmax) - zero) * scale
 
 
 def magnitude_unit(peak: float) -> float:

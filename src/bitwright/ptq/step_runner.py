@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bitwright.core.arrays import read_tensors
+from bitwright.core.display import Progress
 from bitwright.core.documents import read_json
 from bitwright.core.errors import BitwrightError, CheckpointError, PlanError, Problem
 from bitwright.core.files import file_fingerprint, fingerprint, replacing, scratch_folder, write_text, writing
 from bitwright.core.interrupts import safe_point, uninterrupted
-from bitwright.core.progress import Progress
 from bitwright.core.tensor_tree import tensors_in
 from bitwright.ptq.calibration import find_ranges
 from bitwright.ptq.distributed import is_distributed

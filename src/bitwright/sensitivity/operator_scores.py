@@ -24,7 +24,7 @@ from bitwright.core.schemas import Strict, validated
 from bitwright.core.tensor_tree import batch_size
 from bitwright.graph import Graph, Op, capture
 from bitwright.plan import ComputeSpec
-from bitwright.plan.compute import FLOAT
+from bitwright.plan.schema import FLOAT
 from bitwright.workload import Loss
 
 _VERSION = 1

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from bitwright.core import display, formatting
 from bitwright.core.arguments import strict
+from bitwright.core.display import Progress
 from bitwright.core.errors import CalibrationError, PlanError, Problem
-from bitwright.core.progress import Progress
 from bitwright.core.tensor_tree import batch_size, eval_mode
 from bitwright.quantizers import Quantizer, attachment_of, in_mode, tapped
 from bitwright.workload import Loss, call

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bitwright.core.arguments import Count, strict
-from bitwright.core.progress import Progress
+from bitwright.core.display import Progress
 from bitwright.core.tensor_tree import eval_mode
 from bitwright.plan import Plan, SiteSpec
 from bitwright.quantizers import attachment_of, in_mode

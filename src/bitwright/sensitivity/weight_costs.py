@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from bitwright.backends import DEFAULT_BACKEND, BackendTable, backend, place
 from bitwright.backends.bit_budget import FormatCost, WeightCosts, stored_bits
 from bitwright.core.arguments import Seed, strict
+from bitwright.core.display import Progress
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem
 from bitwright.core.formats import Format
-from bitwright.core.progress import Progress
 from bitwright.core.tensor_tree import as_call, batch_size, eval_mode, tensors_in
 from bitwright.graph import Graph, capture
 from bitwright.plan import Plan
-from bitwright.ptq.activation_scaling import round_weight
+from bitwright.ptq.step import round_weight
 from bitwright.quantizers import attachment_of, prepare, strip, weights_may_change
 from bitwright.workload.data import split
 

@@ -8,11 +8,11 @@ from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bitwright.core.display import Progress
 from bitwright.core.documents import parse_json
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text, writing
 from bitwright.core.formatting import metric_value
-from bitwright.core.progress import Progress
 
 if TYPE_CHECKING:
     from bitwright.training.run import TrainingRun

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bitwright.backends import DEFAULT_BACKEND, Choices, make_plan
 from bitwright.backends.precisions import Precision, resolve
 from bitwright.core.arguments import Amount, strict
+from bitwright.core.display import Progress
 from bitwright.core.errors import (
     CalibrationError,
     Problem,
@@ -26,7 +27,6 @@ from bitwright.core.errors import (
     log_warnings,
 )
 from bitwright.core.formatting import counted
-from bitwright.core.progress import Progress
 from bitwright.core.tensor_tree import map_tensors, tensors_in
 from bitwright.deployment import Artefact
 from bitwright.graph import capture

@@ -16,13 +16,12 @@ from bitwright.backends import Choices
 from bitwright.backends.precisions import KERNEL_PRECISIONS, Precision, kernel_precision, resolve
 from bitwright.core import formatting
 from bitwright.core.arguments import strict
-from bitwright.core.display import Summarized, Table
+from bitwright.core.display import Progress, Summarized, Table
 from bitwright.core.environment import keep_freed_memory
 from bitwright.core.errors import BitwrightError, Problem, TrainError
 from bitwright.core.files import write_text
 from bitwright.core.interrupts import current_stop
 from bitwright.core.output_folder import locked, staged_output
-from bitwright.core.progress import Progress
 from bitwright.deployment.checkpoint import save_checkpoint
 from bitwright.graph import capture
 from bitwright.plan import Plan

@@ -16,10 +16,10 @@ from torch import nn
 from bitwright.backends import DEFAULT_BACKEND, Choices, make_plan
 from bitwright.backends import backend as find_backend
 from bitwright.core.arguments import Amount, Count, Seed, strict
+from bitwright.core.display import Progress, phases
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.files import disk_error, fingerprint, scratch_folder
 from bitwright.core.output_folder import locked, recover, staged_output
-from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import STRATEGIES, TUNING_REPORTERS
 from bitwright.core.tensor_tree import eval_mode
 from bitwright.deployment import open_runtime

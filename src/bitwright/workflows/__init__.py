@@ -3,8 +3,13 @@
 from bitwright.workflows.artefacts import ExportedFile, check_workload, export_workload
 from bitwright.workflows.deployment import Deployment, deploy
 from bitwright.workflows.mqbench import MqbenchRun, quantize_mqbench
-from bitwright.workflows.plans import WorkloadPlan, plan_workload
-from bitwright.workflows.quantization import quantize_workload, run_quickstart, tune_workload
+from bitwright.workflows.quantization import (
+    WorkloadPlan,
+    plan_workload,
+    quantize_workload,
+    run_quickstart,
+    tune_workload,
+)
 from bitwright.workflows.sensitivity import WorkloadScores, score_workload, score_workload_operators
 
 __all__ = [

@@ -9,10 +9,9 @@ from typing import Any
 
 from bitwright.core import formatting
 from bitwright.core.arguments import Count, strict
-from bitwright.core.display import Summarized
+from bitwright.core.display import Progress, Summarized, phases
 from bitwright.core.errors import BitwrightError, PlanError
 from bitwright.core.output_folder import locked_file, replacing_with_siblings
-from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import ARTEFACTS, RUNTIMES
 from bitwright.deployment import Artefact, Check, Runtime, check, default_runtime, export, export_float, open_runtime
 from bitwright.deployment import readers as runtimes_that_read

@@ -14,10 +14,9 @@ from bitwright.backends import backend as find_backend
 from bitwright.bench.comparison import unreliable_latency
 from bitwright.core import formatting
 from bitwright.core.arguments import strict
-from bitwright.core.display import Summarized, Table
+from bitwright.core.display import Progress, Summarized, Table, phases
 from bitwright.core.errors import BitwrightError, PlanError, Problem, log_warnings
 from bitwright.core.output_folder import staged_output, visible_files
-from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_call
 from bitwright.deployment import (

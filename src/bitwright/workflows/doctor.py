@@ -17,11 +17,10 @@ import torch.distributed
 
 from bitwright.backends import backend
 from bitwright.core.arguments import strict
-from bitwright.core.display import Summarized, Table
+from bitwright.core.display import Progress, Summarized, Table, phases
 from bitwright.core.environment import DATA_VARIABLE, Environment, environment
 from bitwright.core.errors import UnknownName, did_you_mean
 from bitwright.core.formats import FLOATS, MINIFLOATS
-from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import BACKENDS, KERNELS, RUNTIMES, Registry, registries
 from bitwright.deployment import available_runtimes, saturates
 from bitwright.importers.tables import TABLES

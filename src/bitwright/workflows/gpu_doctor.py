@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from bitwright.core import __version__
 from bitwright.core.arguments import strict
+from bitwright.core.display import Progress, phases
 from bitwright.core.environment import cpu_name
-from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import KERNELS
 from bitwright.kernels import products
 from bitwright.kernels.codes import EXACT, Codes, encode, encode_columns, encode_rows

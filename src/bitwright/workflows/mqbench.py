@@ -13,10 +13,9 @@ from torch import nn
 from bitwright.backends import BackendTable, Choices, backend, make_plan
 from bitwright.bench.comparison import Accuracy
 from bitwright.core.arguments import Count, strict
-from bitwright.core.display import Summarized, Table
+from bitwright.core.display import Progress, Summarized, Table, phases
 from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean
 from bitwright.core.formats import Format
-from bitwright.core.progress import Progress, phases
 from bitwright.deployment import Artefact, Check
 from bitwright.graph import Graph, capture
 from bitwright.importers.mqbench import (

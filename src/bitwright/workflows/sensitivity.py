@@ -13,9 +13,8 @@ from torch import nn
 from bitwright.backends import DEFAULT_BACKEND, Choices
 from bitwright.core import formatting
 from bitwright.core.arguments import Count, strict
-from bitwright.core.display import Summarized, Table
+from bitwright.core.display import Progress, Summarized, Table
 from bitwright.core.errors import BitwrightError, WorkloadError
-from bitwright.core.progress import Progress
 from bitwright.graph import Graph
 from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized, quantize

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bitwright.core.tensor_tree import shape_of
 from bitwright.workload.data import batches, call, call_on, pairs, report_data_errors
-from bitwright.workload.images import ImageFiles, TransformedImages
+from bitwright.workload.datasets import ImageFiles, TransformedImages
 from bitwright.workload.loading import load_object, load_workload, open_workload
 from bitwright.workload.metrics import can_measure, evaluate, hits_of
 from bitwright.workload.workload import Loss, Workload, loss_of, trainable_parameters

@@ -1,6 +1,5 @@
 """Reference models and data sets for examples, tests and benchmarks."""
 
-from bitwright.zoo.digits import DigitsNet, train_digits
 from bitwright.zoo.imagenet import (
     efficientnetlite_b0,
     mobilenet_v2,
@@ -12,7 +11,7 @@ from bitwright.zoo.imagenet import (
 )
 from bitwright.zoo.networks import EfficientNetLite0, ResNet20
 from bitwright.zoo.resnest import ResNeSt, resnest50
-from bitwright.zoo.workloads import digits, efficientnet_lite0_imagenet, resnet20_cifar10
+from bitwright.zoo.workloads import DigitsNet, digits, efficientnet_lite0_imagenet, resnet20_cifar10, train_digits
 
 __all__ = [
     "DigitsNet",

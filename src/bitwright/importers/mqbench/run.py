@@ -11,8 +11,8 @@ from bitwright.bench.grid import GridConfig
 from bitwright.bench.grid_row import plan_of
 from bitwright.bench.row_verification import mismatches
 from bitwright.core.arguments import strict
+from bitwright.core.display import Progress
 from bitwright.core.errors import BitwrightError, PlanError, Problem, TrainError, did_you_mean
-from bitwright.core.progress import Progress
 from bitwright.core.registry import NETWORKS, WORKLOADS, Importer
 from bitwright.graph import capture
 from bitwright.importers.key_table import Imported
