@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bitwright.backends import backend, make_plan
+    from bitwright.backends import WeightCosts, backend, make_plan
     from bitwright.bench import GridConfig, Leaderboard, benchmark, rerun_rows
     from bitwright.bench.comparison import Comparison
     from bitwright.bench.grid_run import run_grid
@@ -55,7 +55,7 @@ _HOMES = {
         "set_mode",
         "strip",
     ),
-    "bitwright.backends": ("backend", "make_plan"),
+    "bitwright.backends": ("WeightCosts", "backend", "make_plan"),
     "bitwright.workflows": (
         "Deployment",
         "check_workload",
@@ -189,6 +189,7 @@ __all__ = [
     "Trainer",
     "TuneConfig",
     "Tuned",
+    "WeightCosts",
     "Workload",
     "__version__",
     "backend",

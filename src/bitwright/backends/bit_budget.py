@@ -11,6 +11,7 @@ import numpy as np
 
 from bitwright.backends.precisions import Choices, reject_choices_with_plan
 from bitwright.core import display
+from bitwright.core.arguments import strict
 from bitwright.core.errors import PlanError, Problem, did_you_mean
 from bitwright.core.formats import Format
 from bitwright.core.formatting import counted
@@ -35,9 +36,15 @@ class FormatCost:
     """The expected increase of the loss: half of Σ E[g²]·(ŵ − w)², with the gradients g of the loss."""
 
 
+@strict
 @dataclass(frozen=True, kw_only=True)
 class WeightCosts(display.Summarized):
-    """The costs of candidate formats for each weight, and the size of the other parameters."""
+    """The costs of candidate formats for each weight, and the size of the other parameters.
+
+    >>> high, low = (FormatCost(format=f"int{n}/tensor/sym", bits=n, penalty=4.0**-n) for n in (8, 4))
+    >>> WeightCosts(sites={"head:weight": (high, low)}, elements={"head:weight": 100}, other_bytes=0, samples=32)
+    <Costs of 1 weight on 32 samples>
+    """
 
     sites: Mapping[str, tuple[FormatCost, ...]]
     elements: Mapping[str, int]

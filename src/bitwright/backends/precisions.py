@@ -142,11 +142,11 @@ def _formats(choices: Choices, table: BackendTable) -> Iterator[Problem]:
             yield Problem(what=what, where="head_bits", value=str(head), fix=fix, code="unsupported-format")
 
 
-def _patterns(choices: Choices, graph: Graph) -> Iterator[Problem]:
-    for pattern in choices.get("keep_float", ()):
+def _patterns(choices: Choices, graph: Graph, *, where: str = "plan") -> Iterator[Problem]:
+    for pattern in patterns_of(choices):
         if not any(fnmatch.fnmatchcase(name, pattern) for name in graph.by_name):
             what, fix = "this keep_float pattern matches no operator", did_you_mean(pattern, graph.by_name)
-            yield Problem(what=what, where="plan", value=pattern, fix=fix, code="unknown-operator")
+            yield Problem(what=what, where=where, value=pattern, fix=fix, code="unknown-operator")
 
 
 def _folding(choices: Choices, table: BackendTable) -> Iterator[Problem]:
@@ -185,17 +185,7 @@ def kernel_precision(name: str, graph: Graph, choices: Choices | None = None, *,
     choices = choices or Choices()
     keep = patterns_of(choices)
     reject_choices_with_plan({key: value for key, value in choices.items() if key != "keep_float"})
-    problems = [
-        Problem(
-            what="this keep_float pattern matches no operator",
-            where="keep_float",
-            value=pattern,
-            fix=did_you_mean(pattern, graph.by_name),
-            code="unknown-operator",
-        )
-        for pattern in keep
-        if not any(fnmatch.fnmatchcase(op, pattern) for op in graph.by_name)
-    ]
+    problems = list(_patterns(choices, graph, where="keep_float"))
     ops = [op for op in graph.ops if op.kind in kinds and not op.constant]
     if not ops:
         what, fix = f"the precision {name} applies to no operator of the model", f"it lowers only {', '.join(kinds)}"

@@ -24,7 +24,7 @@ __all__ = ["checkpoint_file", "load_checkpoint", "load_state", "read_state", "sa
 
 _VERSION = "1"
 _PICKLED = (".pth", ".pt", ".tar", ".bin")
-_CONTAINERS = ("state_dict", "model")
+_CONTAINERS = ("state_dict", "model", "net")  # keys under which training scripts store the weights
 _PREFIX = f"{CONTAINER}."
 
 
@@ -142,7 +142,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
             code="no-such-checkpoint",
         )
     if path.suffix in _PICKLED:
-        return _read_pickled(path)
+        return read_pickled(path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -174,7 +174,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
     return state
 
 
-def _read_pickled(path: Path) -> dict[str, Tensor]:
+def read_pickled(path: Path) -> dict[str, Tensor]:
     """A state dict of torch.save. Only tensors and plain values are read; code in the file doesn't run."""
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)

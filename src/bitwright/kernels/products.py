@@ -215,6 +215,18 @@ def onednn_conv2d(
     return result.mul_(x.steps) if bias is None else torch.addcmul(bias.view(-1, 1, 1), result, x.steps)
 
 
+def output_size(image: Ints, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> list[int]:
+    """The size of a convolution's output.
+
+    >>> output_size((7, 8), (3, 3), (2, 1), (1, 0), (1, 2))
+    [4, 4]
+    """
+    return [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, k, s, p, d in zip(image, kernel, stride, padding, dilation, strict=True)
+    ]
+
+
 def conv2d(
     x: Codes,
     weight: Signed,
@@ -276,11 +288,9 @@ def _windows(x: Codes, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints
     else:
         padded = F.pad(pixels, (0, 0, padding[1], padding[1], padding[0], padding[0]), value=x.zero).contiguous()
     batch, row, column, _ = padded.stride()
-    height, width = (
-        (n - d * (k - 1) - 1) // s + 1 for n, d, k, s in zip(padded.shape[1:3], dilation, kernel, stride, strict=True)
-    )
+    size = output_size(pixels.shape[1:3], kernel, stride, padding, dilation)
     return padded.as_strided(
-        (len(padded), height, width, *kernel, padded.shape[3]),
+        (len(padded), *size, *kernel, padded.shape[3]),
         (batch, row * stride[0], column * stride[1], row * dilation[0], column * dilation[1], 1),
     )
 

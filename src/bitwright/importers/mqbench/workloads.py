@@ -17,7 +17,7 @@ from torch.nn.utils import fuse_conv_bn_eval
 
 from bitwright.core.errors import BitwrightError, PlanError, Problem, WorkloadError, did_you_mean, shortened
 from bitwright.core.registry import NETWORKS
-from bitwright.deployment.checkpoint import read_state
+from bitwright.deployment.checkpoint import read_pickled, read_state
 from bitwright.graph import Graph, capture
 from bitwright.importers.mqbench.toolkit import HuggingFaceConfig, ToolkitConfig
 from bitwright.workload import Workload
@@ -28,8 +28,6 @@ from bitwright.workload.metrics import METRICS
 __all__ = ["TASKS", "image_workload", "load_weights", "text_workload"]
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_PARTS = ("state_dict", "model", "net")
-"""The keys under which training scripts store the weights."""
 _KNOWN = ("seed", "per_device_eval_batch_size", "output_dir")  # of the section `train`
 _SUFFIXES = (".tsv", ".csv", ".jsonl", ".json")
 _FIRST = ("sentence1", "sentence", "question1", "question", "premise", "#1 String", "text")
@@ -140,24 +138,9 @@ def _network(config: ToolkitConfig, checkpoint: Path | None, notes: list[str]) -
 def load_weights(model: nn.Module, path: Path) -> None:
     """Load a float checkpoint: a safetensors file, or a PyTorch file with tensors only.
 
-    The weights may be inside `state_dict` or `model`, and their names may begin with `module.`, as DDP writes them.
+    The weights may be inside `state_dict`, `model` or `net`. Their names may begin with `module.`, as DDP writes them.
     """
-    if path.suffix == ".safetensors":
-        state = read_state(path)
-    else:
-        try:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # pickle, zipfile and torch raise different types
-            raise BitwrightError(
-                f"the checkpoint can't be read: {shortened(str(error))}",
-                where=str(path),
-                fix="save a state dict: torch.save(model.state_dict(), path)",
-                code="damaged-checkpoint",
-            ) from error
-        for part in _PARTS:
-            found = found[part] if isinstance(found, dict) and isinstance(found.get(part), dict) else found
-        state = found if isinstance(found, dict) else {}
-    state = {str(name).removeprefix("module."): value for name, value in state.items()}
+    state = read_state(path) if path.suffix == ".safetensors" else read_pickled(path)
     try:
         model.load_state_dict(state)
     except (RuntimeError, AttributeError, TypeError) as error:

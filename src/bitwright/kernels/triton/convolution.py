@@ -7,7 +7,6 @@ pixels share their taps. In the gradient of the weight, a row is a tap and an in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import gcd
 from typing import TYPE_CHECKING
 
@@ -16,13 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bitwright.kernels.products import Ints, output_size
 from bitwright.kernels.triton.gemm import MOST, Activation, centered, finish, multiply
 from bitwright.kernels.triton.launch import Tile, are_aligned, multiplies_halves, on_device, splits, tile_for
 
 if TYPE_CHECKING:
     from bitwright.kernels.codes import Codes, Signed
-
-Ints = Sequence[int]
 
 
 @triton.jit
@@ -201,11 +199,7 @@ def conv2d(
     """The convolution, in channels-last memory format."""
     samples, _, *image = x.values.shape
     outputs, _, *kernel = weight.values.shape
-    size = [
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, p, d, k, s in zip(image, padding, dilation, kernel, stride, strict=True)
-    ]
-    result = _image(samples, outputs, size, x.values.device)
+    result = _image(samples, outputs, output_size(image, kernel, stride, padding, dilation), x.values.device)
     offset = weight.values.sum((1, 2, 3), dtype=torch.int32) * (128 - x.zero)
     origin, taps = [-side for side in padding], weight.values.permute(0, 2, 3, 1).contiguous()
     _convolve(x, taps, weight.scales, offset, bias, result, origin, stride, dilation, groups, activation)
