@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bitwright.deployment import Artefact, Check, check, export, export_float, measure_latency, open_runtime
     from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
     from bitwright.graph import Graph, capture
-    from bitwright.importers.tables import list_keys
+    from bitwright.importers.key_listing import list_keys
     from bitwright.plan import Plan, SiteSpec
     from bitwright.profiling import DeviceProfile
     from bitwright.ptq import calibrate
@@ -136,7 +136,7 @@ _HOMES = {
         "Tuned",
         "tune",
     ),
-    "bitwright.importers.tables": ("list_keys",),
+    "bitwright.importers.key_listing": ("list_keys",),
     "bitwright.workflows.doctor": ("diagnose", "list_plugins"),
     "bitwright.workflows.gpu_doctor": ("diagnose_gpu",),
     "bitwright.workload": (

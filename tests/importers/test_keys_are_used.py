@@ -17,6 +17,7 @@ from torch import nn
 from bitwright import GridConfig, Workload
 from bitwright.core.documents import parse_yaml
 from bitwright.core.registry import NETWORKS
+from bitwright.importers.key_listing import TABLES
 from bitwright.importers.key_table import Honoured, Named, Noted, Rejected, Section, _marker, _section
 from bitwright.importers.lpot import Benchmark, experimental, read_lpot, tune_settings
 from bitwright.importers.lpot.datasets import DATASETS
@@ -28,9 +29,8 @@ from bitwright.importers.lpot.transforms import TRANSFORMS
 from bitwright.importers.lpot.workload import LpotData
 from bitwright.importers.mqbench import load_mqbench, mqbench_settings, run
 from bitwright.importers.mqbench.toolkit import HuggingFaceConfig, ToolkitConfig
-from bitwright.importers.mqbench.workloads import image_workload, text_workload
+from bitwright.importers.mqbench.toolkit_workload import image_workload, text_workload
 from bitwright.importers.mqbench.zoo import ZooConfig
-from bitwright.importers.tables import TABLES
 from bitwright.workflows import mqbench as workflow
 
 Key = tuple[type[Section], str]

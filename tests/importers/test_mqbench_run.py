@@ -25,7 +25,7 @@ from bitwright.core.errors import BitwrightError
 from bitwright.core.registry import NETWORKS
 from bitwright.graph import capture
 from bitwright.importers.mqbench import read_mqbench, train_mqbench
-from bitwright.importers.mqbench.workload import zoo_network, zoo_workload
+from bitwright.importers.mqbench.zoo_workload import zoo_network, zoo_workload
 
 CONFIG = """\
 model: {type: tiny-images, kwargs: {num_classes: 4, bn: {use_sync_bn: false, kwargs: {}}}}

@@ -19,7 +19,7 @@ from bitwright.core.registry import NETWORKS, OBSERVERS, QUANTIZERS
 from bitwright.importers.mqbench import load_mqbench, mqbench_settings, read_mqbench
 from bitwright.importers.mqbench.settings import _OBSERVERS, _QUANTIZERS
 from bitwright.importers.mqbench.toolkit import BACKENDS
-from bitwright.importers.mqbench.workloads import image_workload
+from bitwright.importers.mqbench.toolkit_workload import image_workload
 from bitwright.ptq import read_steps
 from bitwright.quantizers import quantizers_of
 from bitwright.workflows import MqbenchRun, quantize_mqbench

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification, BertTokenize
 
 from bitwright.core.errors import BitwrightError
 from bitwright.importers.mqbench import read_mqbench
-from bitwright.importers.mqbench.workloads import text_workload
+from bitwright.importers.mqbench.toolkit_workload import text_workload
 from bitwright.workflows import MqbenchRun, quantize_mqbench
 from bitwright.workload import evaluate
 

@@ -33,7 +33,7 @@ def list_(
     if name is None:
         out.show(list_plugins(KINDS if kind is None else [kind]))
         return
-    from bitwright.importers.tables import list_keys
+    from bitwright.importers.key_listing import list_keys
 
     if kind != "importers":
         raise UnknownName("only importers have keys", value=kind, fix=f"bitwright list {kind}", code="invalid-value")

@@ -23,7 +23,7 @@ from bitwright.core.errors import UnknownName, did_you_mean
 from bitwright.core.formats import FLOATS, MINIFLOATS
 from bitwright.core.registry import BACKENDS, KERNELS, RUNTIMES, Registry, registries
 from bitwright.deployment import available_runtimes, saturates
-from bitwright.importers.tables import TABLES
+from bitwright.importers.key_listing import TABLES
 from bitwright.profiling import microbenchmarks
 
 __all__ = ["KINDS", "Diagnosis", "Plugin", "Plugins", "diagnose", "list_plugins"]

@@ -25,7 +25,7 @@ from bitwright.importers.mqbench import (
     load_mqbench,
     mqbench_settings,
 )
-from bitwright.importers.mqbench.workloads import image_workload, text_workload
+from bitwright.importers.mqbench.toolkit_workload import image_workload, text_workload
 from bitwright.plan import Plan
 from bitwright.ptq import read_steps
 from bitwright.workflows.deployment import Deployment, accuracy

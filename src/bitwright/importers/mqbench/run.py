@@ -17,8 +17,8 @@ from bitwright.core.registry import NETWORKS, WORKLOADS, Importer
 from bitwright.graph import capture
 from bitwright.importers.key_table import Imported
 from bitwright.importers.mqbench.settings import mqbench_settings, read_mqbench
-from bitwright.importers.mqbench.workload import file_workload, weights_note, workers, zoo_config, zoo_workload
 from bitwright.importers.mqbench.zoo import ZooConfig
+from bitwright.importers.mqbench.zoo_workload import file_workload, weights_note, workers, zoo_config, zoo_workload
 from bitwright.training import Callback, TrainConfig, Trainer, TrainResult
 from bitwright.training.optimizer import Recipe
 from bitwright.training.run import TrainingRun

@@ -35,7 +35,7 @@ other key is an error, too.
 `bitwright quantize --config` runs the files of MQBench's toolkit. `bitwright train` and `bitwright grid run` apply
 every honoured key of the paper's zoo.
 
-`python -m bitwright.importers.tables` writes this page from the tables that the importers use.
+`python -m bitwright.importers.key_listing` writes this page from the tables that the importers use.
 """
 
 
@@ -89,5 +89,5 @@ def keys_page() -> str:
     return "\n".join(parts)
 
 
-if __name__ == "__main__":  # python -m bitwright.importers.tables > docs/migrate/keys.md
+if __name__ == "__main__":  # python -m bitwright.importers.key_listing > docs/migrate/keys.md
     sys.stdout.write(keys_page())

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from bitwright.importers.tables import TABLES, key_rows, keys_page
+from bitwright.importers.key_listing import TABLES, key_rows, keys_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrate" / "keys.md"
 
 
 def test_the_page_is_current() -> None:
     found = PAGE.read_text(encoding="utf-8")
-    assert found == keys_page(), "run: python -m bitwright.importers.tables > docs/migrate/keys.md"
+    assert found == keys_page(), "run: python -m bitwright.importers.key_listing > docs/migrate/keys.md"
 
 
 @pytest.mark.parametrize("name", TABLES)
