@@ -288,9 +288,9 @@ def _windows(x: Codes, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints
     else:
         padded = F.pad(pixels, (0, 0, padding[1], padding[1], padding[0], padding[0]), value=x.zero).contiguous()
     batch, row, column, _ = padded.stride()
-    size = output_size(pixels.shape[1:3], kernel, stride, padding, dilation)
+    windows = output_size(pixels.shape[1:3], kernel, stride, padding, dilation)
     return padded.as_strided(
-        (len(padded), *size, *kernel, padded.shape[3]),
+        (len(padded), *windows, *kernel, padded.shape[3]),
         (batch, row * stride[0], column * stride[1], row * dilation[0], column * dilation[1], 1),
     )
 
