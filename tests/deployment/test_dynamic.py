@@ -53,7 +53,7 @@ FREE: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("code", FROZEN.values(), ids=FROZEN)
 def test_a_size_that_the_code_froze_is_exported_as_fixed(
-    code: Callable[[nn.Linear, Tensor], Tensor], tmp_path: Path
+    code: Callable[[nn.Linear, Tensor], Tensor], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(0)
     model = Net(code).eval()
@@ -62,6 +62,8 @@ def test_a_size_that_the_code_froze_is_exported_as_fixed(
     artefact = quantized.export(tmp_path / "model.onnx")
     assert not artefact.dynamic_batch
     assert [problem.code for problem in artefact.warnings] == ["fixed-batch"]
+    assert "unseen-operator" not in [problem.code for problem in quantized.warnings]
+    assert "Traceback" not in capfd.readouterr().err
     assert bw.open_runtime("onnxruntime", artefact.path).batch == 4
     assert quantized.check(artefact.path, batches).passed
 

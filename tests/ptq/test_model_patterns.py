@@ -385,3 +385,33 @@ def test_checkpointed_gradients_are_those_without_checkpoints(how: str, reentran
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5)
     for name, value in states.items():  # observers saw each tensor once
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+
+
+CHUNKS: dict[str, Callable[[nn.Linear, Tensor], list[Tensor]]] = {
+    "split": lambda fc, x: [torch.relu(fc(part)) for part in x.split(32)],
+    "slices": lambda fc, x: [torch.relu(fc(x[start : start + 32])) for start in range(0, len(x), 32)],
+    "large batches": lambda fc, x: [torch.relu(fc(x))] * 2 + ([torch.relu(fc(x * 2))] if x.shape[0] > 50 else []),
+}
+
+
+class Chunked(nn.Module):
+    def __init__(self, code: Callable[[nn.Linear, Tensor], list[Tensor]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.head, self.code = nn.Linear(8, 8), nn.Linear(8, 4), code
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.head(part) for part in self.code(self.fc, x)])
+
+
+@pytest.mark.parametrize("code", CHUNKS.values(), ids=CHUNKS)
+def test_operators_that_only_complete_batches_reach_are_quantized(
+    code: Callable[[nn.Linear, Tensor], list[Tensor]],
+) -> None:
+    data = [torch.randn(64, 8) for _ in range(2)]
+    model = Chunked(code)
+    complete = capture(model, data[0])
+    quantized = quantize(model, data)
+    assert quantized.graph.by_name.keys() == complete.by_name.keys()
+    assert not quantized.warnings
+    assert not quantized.plan.float

@@ -147,7 +147,8 @@ def test_fixed_paths_are_recorded_from_few_samples(monkeypatch: pytest.MonkeyPat
     forward = nn.Linear.forward
 
     def counted(self: nn.Linear, x: Tensor) -> Tensor:
-        rows.append(len(x))
+        if not x.is_meta:  # shapes alone are cheap
+            rows.append(len(x))
         return forward(self, x)
 
     monkeypatch.setattr(nn.Linear, "forward", counted)

@@ -8,10 +8,11 @@ with the model.
 from __future__ import annotations
 
 import inspect
+import io
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -228,7 +229,7 @@ class _Verifier:
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[NDArray[Any]]:
         if self.flat:
             args, kwargs = tuple(tensor for _, tensor in tensors_in((args, kwargs))), {}
-        with _same_randomness():
+        with _same_randomness(), redirect_stderr(io.StringIO()):  # torch prints the traceback of a failing program
             return [as_array(tensor) for _, tensor in tensors_in(self.program(*args, **kwargs))]
 
     def _in(self, mode: QuantizationMode) -> AbstractContextManager[None]:

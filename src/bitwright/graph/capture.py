@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, CalibrationError, CaptureError, Problem, first_line, line_of
-from bitwright.core.tensor_tree import as_call, batch_size, plain_tensors, slice_batch, tensors_in, untouched
+from bitwright.core.tensor_tree import (
+    as_call,
+    batch_size,
+    map_tensors,
+    plain_tensors,
+    slice_batch,
+    tensors_in,
+    untouched,
+)
 from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source, merged
 from bitwright.graph.interception import Interceptor, bare, install, uninstall
 from bitwright.graph.naming import operator_name, primary_kind
@@ -88,7 +96,8 @@ def capture_paths(model: nn.Module, inputs: Iterable[Any], *, most: int) -> Grap
 def _capture_few(model: nn.Module, first: Any, second: Any) -> Graph | None:
     """Record only the first samples of two calls. Return None if complete batches might take another path.
 
-    This is impossible if the model's code reads no tensor values, and if one sample and two samples take the same path.
+    They take the same path if the model's code reads no tensor values, and if one sample, two samples and the shapes of
+    a complete batch take the same path.
     """
     few = slice_batch(first, 0, 2)
     other = slice_batch(second, 0, 1 if batch_size(few) > 1 else 2)
@@ -103,8 +112,19 @@ def _capture_few(model: nn.Module, first: Any, second: Any) -> Graph | None:
         if values_read:
             return None
         found.append(graph)
-    same = found[0].by_name.keys() == found[1].by_name.keys()
-    return merged(*found) if same else None
+    if found[0].by_name.keys() != found[1].by_name.keys():
+        return None
+    return merged(*found) if _takes_path(model, first, found[0]) else None
+
+
+def _takes_path(model: nn.Module, batch: Any, graph: Graph) -> bool:
+    """Whether a batch calls exactly these operators. Only shapes are computed, so this is cheap for large batches."""
+    args, kwargs = map_tensors(as_call(batch), _without_values)
+    try:
+        found = run_recorded(model, _ShapeRecorder(model, args, kwargs), args, kwargs, train=False)
+    except Exception:  # an operator that needs values, or one that meta tensors don't support
+        return False
+    return found.by_name.keys() == graph.by_name.keys()
 
 
 def check_runnable(model: nn.Module) -> None:
@@ -370,6 +390,18 @@ class Recorder(Interceptor):
             else op
             for op in self.ops
         )
+
+
+class _ShapeRecorder(Recorder):
+    """Records a call on tensors without values."""
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call on meta tensors, and record it."""
+        return super().call(func, map_tensors(args, _without_values), map_tensors(kwargs, _without_values))
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else tensor.detach().to("meta")
 
 
 def _role(port: str, constant: bool) -> Role:
