@@ -358,3 +358,63 @@ def test_a_failed_trace_prints_no_log_of_torch(
     assert error.value.codes == ["torch-export-failed"]
     assert not [record for record in caplog.records if record.name.startswith("torch")]
     assert capfd.readouterr().err == ""
+
+
+@dataclass
+class Features:
+    values: Tensor
+
+
+class Signature(nn.Module):
+    """A model whose parameters are declared by its subclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def mixed(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.first(a) - 3 * self.second(b)
+
+
+class AnyKeyword(Signature):
+    def forward(self, a: Tensor, **options: Any) -> Tensor:
+        return self.mixed(a, options["b"])
+
+
+class OnlyKeywords(Signature):
+    def forward(self, **options: Any) -> Tensor:
+        return self.mixed(options["a"], options["b"])
+
+
+class KeywordOnly(Signature):
+    def forward(self, *, a: Tensor, b: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.mixed(a, b)
+
+
+class ObjectFirst(Signature):
+    def forward(self, a: Features, b: Tensor) -> Tensor:
+        return self.mixed(a.values, b)
+
+
+class Containers(Signature):
+    def forward(self, a: dict[str, list[Tensor]], b: dict[str, Tensor]) -> Tensor:
+        return self.mixed(a["list"][0], b["value"])
+
+
+@pytest.mark.parametrize(
+    ("model", "call", "names"),
+    [
+        (AnyKeyword, lambda a, b: {"a": a, "b": b, "scale": 3}, {"a", "b"}),
+        (OnlyKeywords, lambda a, b: {"b": b, "a": a, "mask": None}, {"a", "b"}),
+        (KeywordOnly, lambda a, b: {"b": b, "a": a, "mask": None}, {"a", "b"}),
+        (ObjectFirst, lambda a, b: {"b": b, "a": Features(a)}, {"a_values", "b"}),
+        (ObjectFirst, lambda a, b: (Features(a), b), {"a_values", "b"}),
+        (Containers, lambda a, b: {"b": {"value": b}, "a": {"list": [a]}}, {"a_list_0", "b_value"}),
+    ],
+)
+def test_inputs_keep_their_names_in_any_signature(model: Any, call: Any, names: set[str], tmp_path: Path) -> None:
+    batches = [call(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(3)]
+    artefact = export_and_check(model(), batches, tmp_path)
+    assert set(artefact.inputs) == names
+    assert artefact.dynamic_batch

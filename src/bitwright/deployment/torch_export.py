@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import CRITICAL
 from types import CodeType
@@ -174,7 +174,7 @@ def export_program(
     # Clone, because views of one tensor would be traced as dependent inputs.
     args, kwargs = map_tensors((args, kwargs), Tensor.clone)
     dynamic = dynamic or _dynamic
-    flat = _needs_flattening(args, kwargs)
+    flat = _needs_flattening(bare(model), args, kwargs)
     with (
         _tensors_only(bare(model), args, kwargs, flat) as (forward, feed),
         torch.no_grad(),
@@ -306,9 +306,28 @@ def _inputs_of(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> I
     yield from tensors_in(bound)
 
 
-def _needs_flattening(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether tensors are inside objects that torch.export doesn't support."""
+def _needs_flattening(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether tensors are inside objects that torch.export doesn't support, or in a parameter such as `**options`."""
+    if kwargs.keys() - {name for name in _parameters(model) if name != _keywords(model)}:
+        return True  # torch.export can't mark them as dynamic
     return any(not isinstance(leaf, Tensor) and next(tensors_in(leaf), None) for leaf in tree_leaves((args, kwargs)))
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(model.forward).parameters
+
+
+def _keywords(model: nn.Module) -> str | None:
+    """The parameter that takes all other keywords."""
+    kinds = ((name, parameter.kind) for name, parameter in _parameters(model).items())
+    return next((name for name, kind in kinds if kind is inspect.Parameter.VAR_KEYWORD), None)
+
+
+def _flat_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """The names of the flattened call's arguments, in the order of the call."""
+    prefix = f"{_keywords(model)}."
+    named = {id(tensor): name.removeprefix(prefix) for name, tensor in named_inputs(model, args, kwargs)}
+    return [re.sub(r"\W", "_", named[id(tensor)]) for _, tensor in tensors_in((args, kwargs))]
 
 
 def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -324,7 +343,7 @@ def _tensors_only(
 
     Yields the model, and a function that converts the original arguments.
     """
-    names = [re.sub(r"\W", "_", path) for path, _ in named_inputs(model, args, kwargs)] if flat else []
+    names = _flat_names(model, args, kwargs) if flat else []
     own = model.__dict__.get("forward")
     model.__dict__["forward"] = _TensorForward(model.forward, args, kwargs, names)
     try:

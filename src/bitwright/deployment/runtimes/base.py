@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -131,8 +132,9 @@ class Runtime(ABC):
         inputs = self.inputs if self.cache is None else self.inputs[:1]
         rest: list[Tensor] = [tensor for _, tensor in tensors_in(args)]
         for path, tensor in tensors_in(kwargs):
-            if path in self.inputs:
-                arrays[path] = self.array(tensor)
+            name = path if path in self.inputs else re.sub(r"\W", "_", path)  # `d.u` is the artefact's `d_u`
+            if name in self.inputs:
+                arrays[name] = self.array(tensor)
             else:
                 rest.append(tensor)
         free = [name for name in inputs if name not in arrays]
