@@ -29,7 +29,7 @@ from bitwright.bench.grid_row import RowOutcome, gave_up, plan_of
 from bitwright.core.task_store import open_study
 from bitwright.core.tensor_tree import as_call
 from bitwright.quantizers import Layout
-from bitwright.quantizers.unit_range import Sized
+from bitwright.quantizers.levels import Sized
 from bitwright.workload import evaluate
 
 HERE = Path(__file__).parent

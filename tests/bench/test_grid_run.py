@@ -62,7 +62,7 @@ def test_rows_record_what_was_executed(board: Leaderboard) -> None:
     assert academic.executed is not None
     assert runtime.executed is not None
     assert {s.quantizer for s in (*academic.executed.weights, *academic.executed.activations)} == {
-        "bitwright.quantizers.learned_range.Lsq"
+        "bitwright.quantizers.lsq.Lsq"
     }
     assert {s.format for s in academic.executed.weights} == {"int4/tensor/sym", "int8/tensor/sym"}
     assert all(s.levels <= 16 for s in academic.executed.weights if s.format.startswith("int4"))
@@ -155,7 +155,7 @@ def test_a_model_that_differs_from_its_row_is_an_error(tmp_path: Path, monkeypat
     monkeypatch.setattr("bitwright.bench.grid_row.make_plan", other)
     (failed,) = run(tmp_path, attempts=1).rows
     assert failed.status == "failed"
-    words = "bitwright.quantizers.uniform.Plain runs instead of bitwright.quantizers.learned_range.Lsq"
+    words = "bitwright.quantizers.plain.Plain runs instead of bitwright.quantizers.lsq.Lsq"
     assert words in str(failed.reason)
 
     def wide(*arguments: Any, **choices: Any) -> Plan:

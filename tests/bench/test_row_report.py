@@ -65,9 +65,9 @@ def test_a_finished_row_has_a_complete_report(made: Path, board: Leaderboard) ->
     assert all(site.histogram is not None for site in record.sites)
     assert next(site.why for site in record.sites if site.site == "bn2:output") == "read as integers by /add#0"
     text = (made / "rows of it" / runtime.id / "report.html").read_text()
-    assert "bitwright.quantizers.learned_range.Tqt" in text
+    assert "bitwright.quantizers.tqt.Tqt" in text
     assert "Config as YAML" in text
-    assert "bitwright.quantizers.learned_range.Tqt" in (made / "rows of it" / runtime.id / "report.md").read_text()
+    assert "bitwright.quantizers.tqt.Tqt" in (made / "rows of it" / runtime.id / "report.md").read_text()
 
 
 def test_the_leaderboard_has_a_few_figures_of_each_site(made: Path, board: Leaderboard) -> None:

@@ -31,7 +31,7 @@ def test_mqbenchs_config_runs_unchanged(tmp_path: Path) -> None:
     (row,) = Leaderboard.load(board).rows
     assert (row.status, row.algorithm, row.bits, row.seed) == ("done", "lsq", 4, 1000)
     assert row.executed is not None
-    assert row.executed.weights[0].quantizer == "bitwright.quantizers.learned_range.Lsq"
+    assert row.executed.weights[0].quantizer == "bitwright.quantizers.lsq.Lsq"
     assert row.executed.folding == {}  # academic doesn't fold
     assert "| lsq |" in board.with_suffix(".md").read_text(encoding="utf-8")
     again = bitwright("grid", "show", tmp_path / "config.yaml", "--workload", model, "--json")

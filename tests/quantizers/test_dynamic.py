@@ -15,8 +15,8 @@ import bitwright
 from bitwright import PlanError, SiteSpec
 from bitwright.core.errors import FormatError
 from bitwright.core.formats import Format
+from bitwright.quantizers.dynamic import Dynamic
 from bitwright.quantizers.grid import Layout
-from bitwright.quantizers.uniform import Dynamic
 
 
 def quantizer(format: str) -> Dynamic:

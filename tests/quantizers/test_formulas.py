@@ -260,7 +260,7 @@ UNSIGNED_4_BITS = sorted(
 
 
 def test_apot_levels() -> None:
-    from bitwright.quantizers.nonuniform import levels
+    from bitwright.quantizers.apot import levels
 
     assert np.allclose(levels(4), UNSIGNED_4_BITS)
     assert levels(1) == [0, 1]
@@ -276,7 +276,7 @@ def test_apot_levels() -> None:
     "format", ["int4/tensor/sym", "int4/channel/sym", "int5/tensor/sym", "int4/tensor/sym/adasign"]
 )
 def test_apot(build: Build, format: str, weight: bool, seed: int) -> None:
-    from bitwright.quantizers.nonuniform import levels
+    from bitwright.quantizers.apot import levels
 
     x = data(seed, positive="adasign" in format and not weight)
     q = build("apot", format, x, weight=weight)

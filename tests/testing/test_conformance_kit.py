@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bitwright.core.errors import FormatError
 from bitwright.quantizers import Observer, Quantizer
-from bitwright.quantizers.learned_range import Lsq
+from bitwright.quantizers.lsq import Lsq
 from bitwright.quantizers.observers.minmax import MinMax
-from bitwright.quantizers.uniform import Plain
+from bitwright.quantizers.plain import Plain
 from bitwright.testing import check_observer, check_quantizer
 
 

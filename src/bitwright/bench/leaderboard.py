@@ -33,7 +33,7 @@ class _Strict(Strict, populate_by_name=True):
 class ExecutedSites(ResultModel):
     """Sites with the same quantizer and format, read from the trained model."""
 
-    quantizer: str = Field(description="The class: bitwright.quantizers.learned_range.Lsq.")
+    quantizer: str = Field(description="The class: bitwright.quantizers.lsq.Lsq.")
     format: str = Field(description="The format, such as int4/channel/sym.")
     sites: int
     levels: int = Field(description="The largest number of different values for one scale.")

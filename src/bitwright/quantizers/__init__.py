@@ -1,4 +1,4 @@
-"""Quantizers: the arithmetic at one site, loaded by name from the registry."""
+"""Quantizers: the arithmetic at one site. One file each, loaded by name from the registry."""
 
 from bitwright.quantizers.attachment import CONTAINER, Attachment
 from bitwright.quantizers.base import Quantizer

@@ -1,8 +1,4 @@
-"""Quantizers that map values to [−1, 1] or [0, 1] before rounding: DoReFa and QIL.
-
-DoReFa maps weights by tanh and clips activations; nothing is learned. QIL learns an interval: values below it are
-pruned, values above it are clipped.
-"""
+"""Base classes of quantizers with fixed ranges or non-uniform levels."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bitwright.quantizers.base import Quantizer
-from bitwright.quantizers.grid import SMALLEST, Grid, Layout, grid_from_range, guarded_scale, size_of
+from bitwright.quantizers.grid import Grid, Layout, guarded_scale, size_of
 from bitwright.quantizers.rounding import round_to_grid, usable_scale, with_gradient_of
 
 
@@ -45,6 +41,24 @@ def ratio(x: Tensor, other: Tensor, layout: Layout) -> Tensor:
     )
     alive = own > 0
     return torch.where(alive, large / torch.where(alive, own, 1.0) * (units[0] / units[1]), 1.0)
+
+
+class NonUniformQuantizer(Quantizer):
+    """A quantizer with non-uniform levels. `scale` is the upper end of the range. It can't be exported as Q/DQ pair."""
+
+    exportable = False
+    symmetric_only = True
+
+    def set_grid(self, grid: Grid) -> None:
+        super().set_grid(Grid(grid.scale * grid.qmax, grid.zero_point, grid.qmin, grid.qmax))
+
+    def end(self) -> Tensor:
+        """The upper end, without gradient: positive, and a power of two if the format requires it."""
+        return usable_scale(self.scale, pot=self.spec.format.pot) if self.learns("scale") else self.scale.detach()
+
+    def grid(self) -> Grid:
+        """A uniform grid over the same range, for reports."""
+        return Grid(self.end() / self.qmax, self.zero_point, self.qmin, self.qmax)
 
 
 class UnitRangeQuantizer(Sized):
@@ -95,48 +109,3 @@ class UnitRangeQuantizer(Sized):
                 return values, grid
             more = layout.fold(ratio(x, round_to_grid(values, grid, layout), layout), x.shape)
         return values * layout.spread(more, x), replace(grid, scale=scale * more)
-
-
-class DoReFa(UnitRangeQuantizer):
-    """w̃ = tanh(w)/max|tanh(w)| rounded to the grid of [−1, 1], with a straight-through gradient."""
-
-    def squeeze(self, x: Tensor) -> Tensor:
-        """Map a weight by tanh, or clip an activation."""
-        if not self.weight:
-            scale, zero_point = self.layout.spread(self.scale, x), self.layout.spread(self.zero_point, x)
-            return torch.clamp(x, (self.qmin - zero_point) * scale, (self.qmax - zero_point) * scale)
-        squeezed = torch.tanh(x)
-        largest = self.layout.rows(squeezed).abs().amax(dim=1).clamp(min=SMALLEST)  # keeps a row of zeros
-        return squeezed / self.layout.over(largest, x)
-
-
-class Qil(UnitRangeQuantizer):
-    """t = clip(½·|x|/D − ½·C/D + ½, 0, 1)·sign x (centre C, half-width D; γ = 1), rounded to p steps of 1/p.
-
-    C and D have LSQ's gradient scale. A weight is exported as t. A Q/DQ pair can't compute t of an activation.
-    """
-
-    learned = ("centre", "half_width")
-    symmetric_only = True
-    centre: Tensor
-    half_width: Tensor
-    exportable = property(lambda self: self.weight)
-
-    @torch.no_grad()
-    def set_range(self, low: Tensor, high: Tensor, shape: torch.Size, values: Tensor | None = None) -> None:
-        """Start with the interval [0, largest], which prunes nothing."""
-        grid = grid_from_range(low, high, self.spec.format, site=self.site)
-        for name in self.learned:
-            self.keep(name, self.layout.fold(grid.scale * grid.qmax / 2, shape))
-        super().set_range(low, high, shape, values)
-
-    def invalid_state(self) -> str | None:
-        """An empty interval."""
-        return "half_width" if bool((self.half_width == 0).any()) else None
-
-    def squeeze(self, x: Tensor) -> Tensor:
-        """t: the position of |x| in the interval."""
-        factor, spread = self.gradient_scale(x), self.layout.spread
-        width = self.half_width.abs().clamp(min=SMALLEST)
-        centre, width = (spread(with_gradient_of(part, part, factor), x) for part in (self.centre, width))
-        return torch.clamp(0.5 * (x.abs() - centre) / width + 0.5, 0.0, 1.0) * torch.sign(x)
