@@ -67,6 +67,9 @@ leaderboard: $(STAMP)  ## Run the reference leaderboard: 1,440 trainings, about 
 	$(BIN)/python benchmarks/leaderboard_gaps.py
 	$(BIN)/python benchmarks/leaderboard_findings.py
 
+peers: $(STAMP)  ## Read the published files of LPOT, MQBench and QSync, and traces; needs BITWRIGHT_DATA
+	$(BIN)/python benchmarks/peer_files.py
+
 clean:  ## Remove all generated files
 	rm -rf .venv build dist site demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "CenterCrop": {"size": 16},
     "RandomResizedCrop": {"size": 16},
     "RandomCrop": {"size": 16},
+    "Pad": {"padding": [1, 2]},
+    "ColorJitter": {"brightness": 0.1, "hue": 0.1},
     "Transpose": {"perm": [2, 0, 1]},
     "Reshape": {"shape": [-1]},
     "CropToBoundingBox": {"offset_height": 1, "offset_width": 2, "target_height": 5, "target_width": 6},
@@ -167,8 +170,8 @@ def write_data(folder: Path) -> None:
 
 
 def write_text_model(folder: Path) -> None:
-    """A tokenizer, a tiny classifier and sentences."""
-    from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
+    """A tokenizer, a tiny classifier with sentences, and a tiny model that answers questions, with a question."""
+    from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification, BertTokenizer
 
     (folder / "bert").mkdir()
     (folder / "bert" / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdef"]))
@@ -179,6 +182,10 @@ def write_text_model(folder: Path) -> None:
     (folder / "glue").mkdir()
     for part in ("train", "dev"):
         (folder / "glue" / f"{part}.tsv").write_text("sentence\tlabel\na b\t0\nc d\t1\n")
+        rows = [{"question": "a", "context": "b c d", "answers": {"text": ["c"], "answer_start": [2]}}]
+        (folder / "glue" / f"{part}.json").write_text(json.dumps(rows))
+    BertForQuestionAnswering(config).save_pretrained(folder / "answers")
+    BertTokenizer(str(folder / "bert" / "vocab.txt")).save_pretrained(folder / "answers")
 
 
 def lpot(text: str) -> LpotConfig:
@@ -380,6 +387,11 @@ def test_every_honoured_key_of_the_text_example_is_read(tmp_path: Path, reads: s
     workload, _ = text_workload(config)
     assert workload.evaluate is not None
     assert workload.evaluate(workload.model)["n"] == 2
+    asks = text.replace("task_name: sst2", "doc_stride: 2, version_2_with_negative: true").replace("/bert", "/answers")
+    (tmp_path / "config.yaml").write_text(asks)
+    workload, _ = text_workload(load_mqbench(tmp_path / "config.yaml").config)
+    assert workload.evaluate is not None
+    assert workload.evaluate(workload.model)["n"] == 1
     assert unused("mqbench-text", reads) == []
 
 

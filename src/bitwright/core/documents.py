@@ -295,7 +295,8 @@ def parse_yaml(text: str, *, where: str, error: ErrorType = BitwrightError, fini
         mark = cause.problem_mark or cause.context_mark
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
         words, code = _yaml_words(cause)
-        raise error(words, where=place, fix="fix the file at this line", code=code) from cause
+        fix = "replace the tab with spaces" if "'\\t'" in words else "fix the file at this line"
+        raise error(words, where=place, fix=fix, code=code) from cause
     except Exception as cause:  # ruamel's scanner and constructors also raise IndexError, ValueError, …
         words = shortened(" ".join(str(cause).split()) or type(cause).__name__)
         raise error(f"not valid YAML: {words}", where=where, fix="fix the file", code="invalid-yaml") from cause

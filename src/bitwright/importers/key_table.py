@@ -156,7 +156,8 @@ def _read(model: type[ModelT], data: Any, path: str, found: _Findings) -> ModelT
     except ValidationError as error:
         for problem in problems_of(error, model):
             where = _join(path, problem.where or "")
-            found.problems.append(replace(problem, where=where, what=problem.what.removeprefix("Value error, ")))
+            plain = "must be a mapping" if "valid dictionary" in problem.what else problem.what
+            found.problems.append(replace(problem, where=where, what=plain.removeprefix("Value error, ")))
         return None
     return made if len(found.problems) == before else None
 
@@ -170,6 +171,8 @@ def _walk(model: type[Section], data: Mapping[str, Any], path: str, found: _Find
         info = fields.get(key)
         if info is not None and isinstance(_marker(info), Rejected) and value in (None, [], {}):
             continue  # an empty value asks for nothing
+        if info is not None and value is None and not info.is_required():
+            continue  # `key:` without a value: the default
         if info is None:
             fix = did_you_mean(key, fields)
             found.problems.append(Problem(what="unknown key", where=place, fix=fix, code="unknown-key"))
@@ -234,6 +237,13 @@ def _options(named: Named, value: Any, place: str, found: _Findings) -> tuple[Op
             found.problems.append(Problem(what="unknown name", where=where, fix=fix, code="unknown-name"))
             continue
         if not _report(model.about, where, None, found):
+            continue
+        if not isinstance(options, Mapping) and options is not None and model.shorthand is None:
+            known = ", ".join(info.alias or key for key, info in model.model_fields.items())
+            fix = f"write its options as a mapping: {known}" if known else "write {}: it has no options"
+            found.problems.append(
+                Problem(what="must be a mapping", where=where, value=options, fix=fix, code="not-a-mapping")
+            )
             continue
         if model.shorthand is not None and not isinstance(options, Mapping) and options is not None:
             options = {model.shorthand: options}

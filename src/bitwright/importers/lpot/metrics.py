@@ -255,6 +255,10 @@ class _Squad(_PostTransform):
     vocab_file: Annotated[str, Honoured("The vocabulary.")]
     do_lower_case: Annotated[bool, Honoured("Whether texts become lower case.")] = True
     max_seq_length: Annotated[int, Honoured("The length in tokens."), Field(ge=1, le=10**6)] = 384
+    max_query_length: Annotated[int, Honoured("Tokens of a question."), Field(ge=1, le=10**6)] = 64
+    max_answer_length: Annotated[int, Honoured("Tokens of an answer."), Field(ge=1, le=10**6)] = 30
+    n_best_size: Annotated[int, Honoured("Answers to compare."), Field(ge=1, le=10**6)] = 20
+    doc_stride: Annotated[int, Honoured("Tokens between parts."), Field(ge=1, le=10**6)] = 128
 
 
 class SquadV1(_Squad):

@@ -9,7 +9,7 @@ from typing import Any
 
 from bitwright.core.errors import PlanError, Problem, log_warnings
 from bitwright.importers.key_table import Imported, InCode, read
-from bitwright.importers.lpot.schema import ActivationRule, LpotConfig, OpRule, WeightRule
+from bitwright.importers.lpot.schema import OTHER_FRAMEWORKS, ActivationRule, LpotConfig, OpRule, WeightRule
 from bitwright.importers.lpot.workload import LpotData
 
 __all__ = ["is_lpot", "read_lpot", "translate", "tune_settings"]
@@ -34,9 +34,13 @@ def is_lpot(data: Mapping[str, Any]) -> bool:
 def read_lpot(data: Mapping[str, Any], *, where: str) -> Imported[LpotConfig]:
     """The settings of an LPOT file of any version 1. All problems are raised together."""
     modern, moved = normalized(data)
-    rejected = [key for key in ("pruning", "distillation", "auto_distillation", "nas") if key in modern]
+    rejected = [key for key in ("pruning", "distillation", "auto_distillation", "nas") if modern.get(key)]
+    model = modern.get("model")
+    framework = str(model.get("framework", "")).lower() if isinstance(model, Mapping) else ""
     if rejected:  # one sentence: the other keys of such a file don't matter
         modern = {key: modern[key] for key in rejected}
+    elif framework.startswith(tuple(OTHER_FRAMEWORKS)):
+        modern = {"model": {"framework": framework}}
     found = read(LpotConfig, modern, title=f"{where} (an LPOT file) has problems", moved=moved)
     return replace(found, notes=(*found.notes, *_notes(found.config)))
 
@@ -259,6 +263,8 @@ def normalized(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
         file.move("framework.name", "model.framework")
         for key in ("inputs", "outputs"):
             file.move(f"framework.{key}", f"model.{key}")
+    elif isinstance(framework, str):
+        file.move("framework", "model.framework")
     for role in ("weight", "activation"):
         file.move(f"quantization.{role}", f"quantization.model_wise.{role}")
         file.move(f"calibration.algorithm.{role}", f"quantization.model_wise.{role}.algorithm")

@@ -17,7 +17,7 @@ from bitwright.importers.lpot.transforms import flags, listed
 
 SectionT = TypeVar("SectionT", bound=Section)
 
-__all__ = ["ActivationRule", "LpotConfig", "OpRule", "WeightRule"]
+__all__ = ["OTHER_FRAMEWORKS", "ActivationRule", "LpotConfig", "OpRule", "WeightRule"]
 
 _INSTANCES = "Used by `benchmark`."
 _SECONDS = Field(ge=0, le=1e10)
@@ -56,11 +56,35 @@ Names = Annotated[tuple[str, ...], BeforeValidator(listed)]
 Count = Annotated[int, Field(ge=1, le=10**7)]
 
 
+def _framework(value: Any) -> Any:
+    """The name in lower case."""
+    name = str(value).lower()
+    system = next((title for part, title in OTHER_FRAMEWORKS.items() if name.startswith(part)), None)
+    if system is not None:
+        raise ValueError(f"the file is for a {system} model, and Bitwright quantizes PyTorch models")
+    return name
+
+
+OTHER_FRAMEWORKS = {
+    "tensorflow": "TensorFlow",
+    "inteltensorflow": "TensorFlow",
+    "keras": "Keras",
+    "mxnet": "MXNet",
+    "onnx": "ONNX",
+    "engine": "Neural Engine",
+}
+"""The beginnings of LPOT's names of other frameworks."""
+
+
 class _Model(Section):
     name: Annotated[str, Honoured("The name of the study.")] = "lpot"
     framework: Annotated[
         Literal["pytorch", "pytorch_fx", "pytorch_ipex"],
-        Honoured("All three run the same way: Bitwright finds operators while the model runs, on the CPU."),
+        BeforeValidator(_framework),
+        Honoured(
+            "All three run the same way: Bitwright finds operators while the model runs, on the CPU. Files for "
+            "TensorFlow, MXNet or ONNX models are errors."
+        ),
     ] = "pytorch"
     inputs: Annotated[Names, Noted("A PyTorch model has no graph whose inputs need names.")] = ()
     outputs: Annotated[Names, Noted("A PyTorch model has no graph whose outputs need names.")] = ()
@@ -199,9 +223,16 @@ class _Quantization(Section):
         return self
 
 
+def _strategy(value: Any) -> Any:
+    if str(value).lower() == "sigopt":
+        raise ValueError("SigOpt is a paid service; use the strategy tpe")
+    return str(value).lower()
+
+
 class _Strategy(Section):
     name: Annotated[
         Literal["basic", "mse", "mse_v2", "hawq_v2", "bayesian", "tpe", "random", "exhaustive", "conservative", "auto"],
+        BeforeValidator(_strategy),
         Honoured("The strategy with the same name. sigopt is a paid service and not supported."),
     ] = "basic"
     accuracy_weight: Annotated[
@@ -303,6 +334,7 @@ class Instances(Section):
         int | None, Field(ge=0, le=10**9), Noted("ONNX Runtime has its own threads, not those of OpenMP.")
     ] = None
     kmp_affinity: Annotated[str | None, Noted("Instances are pinned to their cores.")] = None
+    kmp_settings: Annotated[Any, Noted("Prints OpenMP's settings.")] = None
 
 
 class _Accuracy(Section):
@@ -382,6 +414,9 @@ class LpotConfig(Section):
     evaluation: _Evaluation = _Evaluation()
     use_bf16: Annotated[bool, Noted(_MIXED)] = True
     optimization_level: Annotated[Literal[0, 1], Noted("Bitwright has no graph passes to switch off.")] = 1
+    model_conversion: Annotated[
+        Any, Rejected("converts a trained TensorFlow graph", "remove it: PyTorch models need no conversion")
+    ] = None
     graph_optimization: _Precisions | None = None
     mixed_precision: _Precisions | None = None
     pruning: Annotated[Any, _PRUNING] = None

@@ -13,6 +13,7 @@ from bitwright.core.errors import WorkloadError
 from bitwright.core.tensor_tree import shape_of
 from bitwright.importers.key_table import Honoured, InCode, Marker, Noted, Option
 from bitwright.workload.datasets import random_part
+from bitwright.workload.images import color_jitter
 
 __all__ = ["TRANSFORMS", "Floats", "Size", "Transform", "flags", "listed", "to_tensor"]
 
@@ -132,6 +133,55 @@ class RandomVerticalFlip(Transform):
 
     def apply(self, image: Any, random: np.random.Generator) -> Any:
         return _flipped(image, across=False) if random.random() < 0.5 else image
+
+
+class Pad(Transform):
+    """Add margins."""
+
+    padding: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=10_000)], ...],
+        BeforeValidator(listed),
+        Field(min_length=1, max_length=4),
+        Honoured("One margin; left and right, top and bottom; or left, top, right, bottom."),
+    ]
+    fill: Annotated[int, Field(ge=0, le=255), Honoured("The value of the margins (constant).")] = 0
+    padding_mode: Annotated[
+        Literal["constant", "edge", "reflect", "symmetric"], Honoured("What the margins contain.")
+    ] = "constant"
+
+    @model_validator(mode="after")
+    def _sides(self) -> Pad:
+        if len(self.padding) == 3:
+            raise ValueError("padding has 1, 2 or 4 numbers")
+        return self
+
+    def apply(self, image: Any, random: np.random.Generator) -> Any:
+        left, top, right, bottom = self.padding * (4 // len(self.padding))
+        found = _array(image)
+        margins = ((top, bottom), (left, right), (0, 0))[: found.ndim]
+        # torchvision's modes are numpy's
+        options = {"constant_values": self.fill} if self.padding_mode == "constant" else {}
+        padded = np.pad(found, margins, self.padding_mode, **options)  # type: ignore[call-overload]
+        if isinstance(image, Tensor):
+            return torch.from_numpy(np.ascontiguousarray(padded.transpose(2, 0, 1) if padded.ndim == 3 else padded))
+        return _picture(padded) if _is_picture(image) else padded
+
+
+_Strength = Annotated[float, Field(ge=0, le=100)]
+
+
+class ColorJitter(Transform):
+    """Change the colors at random."""
+
+    about: ClassVar[Marker] = Honoured("Random, with the seed `tuning.random_seed`.")
+    brightness: Annotated[_Strength, Honoured("The largest change of the brightness.")] = 0.0
+    contrast: Annotated[_Strength, Honoured("The largest change of the contrast.")] = 0.0
+    saturation: Annotated[_Strength, Honoured("The largest change of the saturation.")] = 0.0
+    hue: Annotated[float, Field(ge=0, le=0.5), Honoured("The largest shift of the hue.")] = 0.0
+
+    def apply(self, image: Any, random: np.random.Generator) -> Any:
+        strengths = (self.brightness, self.contrast, self.saturation, self.hue)
+        return color_jitter(_picture(image).convert("RGB"), random, strengths) if any(strengths) else image
 
 
 class ToTensor(Transform):

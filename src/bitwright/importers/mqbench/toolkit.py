@@ -10,7 +10,7 @@ from bitwright.core.errors import did_you_mean
 from bitwright.importers.key_table import Honoured, Noted, Rejected, Section
 from bitwright.importers.mqbench.zoo import Count, Names, Observer, Rate
 
-__all__ = ["HuggingFaceConfig", "QuantizerScheme", "Reconstruction", "ToolkitConfig"]
+__all__ = ["HuggingFaceConfig", "QuantizerScheme", "Reconstruction", "TextData", "ToolkitConfig"]
 
 FakeQuantize = Literal[
     "FixedFakeQuantize",
@@ -207,7 +207,6 @@ class _TextQuantization(Section):
 
 _HUB = Noted("Models and tokenizers are read from local folders.")
 _PREDICTIONS = Noted("MQBench's text example predicts nothing without labels.")
-_ANSWERS = Noted("Only answers to questions need it; the model classifies texts.")
 _LIMIT = Annotated[int | None, Field(ge=1, le=10**9), Honoured("Use only so many samples.")]
 
 
@@ -221,9 +220,11 @@ class _TextModel(Section):
     use_auth_token: Annotated[bool | None, _HUB] = None
 
 
-class _TextData(Section):
+class TextData(Section):
+    """The texts, and how they become inputs. The last keys are for models that answer questions."""
+
     task_name: Annotated[str | None, Honoured("The task of GLUE.")] = None
-    dataset_name: Annotated[str | None, Honoured("The local folder of the data set.")] = None
+    dataset_name: Annotated[str | None, Honoured("The local folder of the data set, such as SQuAD's.")] = None
     dataset_config_name: Annotated[str | None, Noted("A local folder has one data set.")] = None
     train_file: Annotated[str | None, Honoured("The training data.")] = None
     validation_file: Annotated[str | None, Honoured("The evaluation data.")] = None
@@ -235,11 +236,17 @@ class _TextData(Section):
     max_train_samples: _LIMIT = None
     max_eval_samples: _LIMIT = None
     max_predict_samples: Annotated[int | None, Field(ge=1, le=10**9), _PREDICTIONS] = None
-    doc_stride: Annotated[int, Field(ge=1, le=10**6), _ANSWERS] = 128
-    n_best_size: Annotated[int, Field(ge=1, le=10**6), _ANSWERS] = 20
-    max_answer_length: Annotated[int, Field(ge=1, le=10**6), _ANSWERS] = 30
-    null_score_diff_threshold: Annotated[float, _ANSWERS] = 0.0
-    version_2_with_negative: Annotated[bool, _ANSWERS] = False
+    doc_stride: Annotated[
+        int, Field(ge=0, le=10**6), Honoured("Questions: tokens that parts of a long context share.")
+    ] = 128
+    n_best_size: Annotated[
+        int, Field(ge=1, le=10**6), Honoured("Questions: first and last tokens of an answer to try.")
+    ] = 20
+    max_answer_length: Annotated[int, Field(ge=1, le=10**6), Honoured("Questions: tokens of an answer at most.")] = 30
+    null_score_diff_threshold: Annotated[
+        float, Field(ge=-1e9, le=1e9), Honoured("Questions: how much better no answer must score to be chosen.")
+    ] = 0.0
+    version_2_with_negative: Annotated[bool, Honoured("Questions: some have no answer (SQuAD 2).")] = False
 
 
 class HuggingFaceConfig(Section):
@@ -247,7 +254,7 @@ class HuggingFaceConfig(Section):
 
     quant: _TextQuantization | None = None
     model: _TextModel
-    data: _TextData = _TextData()
+    data: TextData = TextData()
     train: Annotated[
         dict[str, Any],
         Honoured("seed, per_device_eval_batch_size, output_dir. Others have no effect: MQBench only evaluates here."),

@@ -19,9 +19,10 @@ from bitwright.core.errors import BitwrightError, PlanError, Problem, WorkloadEr
 from bitwright.core.registry import NETWORKS
 from bitwright.deployment.checkpoint import read_pickled, read_state
 from bitwright.graph import Graph, capture
+from bitwright.importers.mqbench.questions import Encoder, evaluate_answers, random_features, read_questions
 from bitwright.importers.mqbench.toolkit import HuggingFaceConfig, ToolkitConfig
 from bitwright.workload import Workload
-from bitwright.workload.data import call
+from bitwright.workload.data import call, split
 from bitwright.workload.datasets import Dataset
 from bitwright.workload.metrics import METRICS
 
@@ -33,6 +34,7 @@ _SUFFIXES = (".tsv", ".csv", ".jsonl", ".json")
 _FIRST = ("sentence1", "sentence", "question1", "question", "premise", "#1 String", "text")
 _SECOND = ("sentence2", "question2", "sentence", "hypothesis", "#2 String")
 _LABEL = ("label", "labels", "gold_label", "is_duplicate", "Quality", "score")
+_ANSWERS = "ForQuestionAnswering"  # the end of the names of such models
 _COLA = ["source", "label", "mark", "sentence"]  # its files have no header
 
 
@@ -217,11 +219,11 @@ class _Samples:
 def text_workload(
     config: HuggingFaceConfig, *, data: Path | None = None, checkpoint: Path | None = None
 ) -> tuple[Workload, list[str]]:
-    """The classifier and the texts that a file names, and what differs from the file.
+    """The model and the texts that a file names, and what differs from the file.
 
     The model is a local folder of `save_pretrained`. Texts are in `train_file` and `validation_file`, or in a folder
     (`data` or `dataset_name`) with train and dev (or validation) as TSV, CSV or JSON lines. Calibration uses
-    `quant.calibrate` random samples of the training part.
+    `quant.calibrate` random samples of the training part. Models that answer questions read SQuAD's files.
     """
     notes: list[str] = []
     unused = [f"train.{key}" for key in config.train if key not in _KNOWN]
@@ -229,6 +231,8 @@ def text_workload(
         notes.append(f"{', '.join(unused)}: no effect, because MQBench's text example only calibrates and evaluates")
     task = _task(config)
     model, tokenizer = _pretrained(config, checkpoint)
+    if type(model).__name__.endswith(_ANSWERS):
+        return _question_workload(config, model, Encoder(tokenizer, config.data), data, notes)
     train, validation = _files(config, data, task)
     evaluated = _read(validation, task)
     if train is None:
@@ -270,6 +274,40 @@ def text_workload(
     return workload, notes
 
 
+def _question_workload(
+    config: HuggingFaceConfig, model: nn.Module, encoder: Encoder, data: Path | None, notes: list[str]
+) -> tuple[Workload, list[str]]:
+    """A model that answers questions about texts."""
+    train, validation = _files(config, data, None, questions=True)
+    own = config.data
+    if train is None:
+        notes.append("there is no training part, so calibration and evaluation use the same questions")
+    evaluated = read_questions(validation)
+    calibrated = evaluated if train is None else read_questions(train)
+    unanswered = sum(not question.answers for question in evaluated)
+    if unanswered and not own.version_2_with_negative:
+        notes.append(f"{unanswered} questions without an answer are left out (version_2_with_negative is false)")
+        evaluated = [question for question in evaluated if question.answers]
+    calibrated, evaluated = calibrated[: own.max_train_samples], evaluated[: own.max_eval_samples]
+    if not evaluated:
+        fix = "set data.version_2_with_negative: true, or use other questions"
+        raise WorkloadError("no question has an answer", where=str(validation), fix=fix, code="no-data")
+    count = 256 if config.quant is None else config.quant.calibrate
+
+    def calibration() -> Iterator[dict[str, Tensor]]:
+        yield from split([random_features(encoder, calibrated, count, config.seed)], config.batch_size)
+
+    workload = Workload(
+        name=type(model).__name__,
+        model=model.eval(),
+        inputs=next(calibration()),
+        calibration=calibration,
+        evaluate=evaluate_answers(encoder, evaluated, config.batch_size),
+        metric="f1",
+    )
+    return workload, notes
+
+
 def _task(config: HuggingFaceConfig) -> Task | None:
     name = config.data.task_name
     if name is None:
@@ -288,7 +326,12 @@ def _task(config: HuggingFaceConfig) -> Task | None:
 
 def _pretrained(config: HuggingFaceConfig, checkpoint: Path | None) -> tuple[Any, Any]:
     try:
-        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import (
+            AutoConfig,
+            AutoModelForQuestionAnswering,
+            AutoModelForSequenceClassification,
+            AutoTokenizer,
+        )
     except ImportError as error:
         raise BitwrightError(
             "the file names a Hugging Face model", fix="pip install transformers", code="missing-package"
@@ -306,16 +349,13 @@ def _pretrained(config: HuggingFaceConfig, checkpoint: Path | None) -> tuple[Any
         )
     try:
         settings = AutoConfig.from_pretrained(own.config_name or folder, local_files_only=True)
-        answers = any(name.endswith("ForQuestionAnswering") for name in settings.architectures or ())
-        if answers:
-            raise BitwrightError(
-                "the model answers questions; only classifiers of texts run from a file",
-                where=where,
-                value=str(folder),
-                fix="give a ForSequenceClassification model, or write a workload with evaluate= and use `quantize`",
-                code="cannot-run",
-            )
-        model = AutoModelForSequenceClassification.from_pretrained(folder, config=settings, local_files_only=True)
+        answers = any(name.endswith(_ANSWERS) for name in settings.architectures or ())
+        wrong = _wrong_model(config, answers=answers)
+        if wrong is not None:
+            fix = f"give a {'ForSequenceClassification' if answers else _ANSWERS} model (--checkpoint FOLDER)"
+            raise BitwrightError(wrong, where=where, value=str(folder), fix=fix, code="cannot-run")
+        kind = AutoModelForQuestionAnswering if answers else AutoModelForSequenceClassification
+        model = kind.from_pretrained(folder, config=settings, local_files_only=True)
         words = own.tokenizer_name or folder
         return model, AutoTokenizer.from_pretrained(words, use_fast=own.use_fast_tokenizer, local_files_only=True)
     except BitwrightError:
@@ -325,12 +365,23 @@ def _pretrained(config: HuggingFaceConfig, checkpoint: Path | None) -> tuple[Any
             f"the model can't be loaded: {shortened(' '.join(str(error).split()))}",
             where=where,
             value=str(folder),
-            fix="save a sequence classifier and its tokenizer with save_pretrained",
+            fix="save a classifier, or a model that answers questions, and its tokenizer with save_pretrained",
             code="damaged-checkpoint",
         ) from error
 
 
-def _files(config: HuggingFaceConfig, data: Path | None, task: Task | None) -> tuple[Path | None, Path]:
+def _wrong_model(config: HuggingFaceConfig, *, answers: bool) -> str | None:
+    """Why a model doesn't fit the texts of the file."""
+    own = config.data
+    if answers:
+        return None if own.task_name is None else f"the model answers questions, but {own.task_name} is another task"
+    asks = own.version_2_with_negative or "squad" in (own.dataset_name or "").lower()
+    return "the file asks questions about texts, but the model has no scores of answers" if asks else None
+
+
+def _files(
+    config: HuggingFaceConfig, data: Path | None, task: Task | None, *, questions: bool = False
+) -> tuple[Path | None, Path]:
     """The files with the training and the evaluation part."""
     own = config.data
     folder = data or (None if own.dataset_name is None else Path(own.dataset_name).expanduser())
@@ -339,22 +390,25 @@ def _files(config: HuggingFaceConfig, data: Path | None, task: Task | None) -> t
         train, validation = named
     else:
         part = "" if task is None else task.part
-        train = named[0] or _found(folder, ["train"])
-        validation = named[1] or _found(folder, [f"dev{part}", f"validation{part}", "dev", "validation"])
+        if questions:
+            part = "-v2.0" if own.version_2_with_negative else "-v1.1"
+        kinds = _SUFFIXES[-2:] if questions else _SUFFIXES
+        train = named[0] or _found(folder, [f"train{part}", "train"], kinds)
+        validation = named[1] or _found(folder, [f"dev{part}", f"validation{part}", "dev", "validation"], kinds)
     missing = [str(one) for one in (train, validation) if one is not None and not one.is_file()]
     if validation is None or missing:
         raise WorkloadError(
             "there are no texts for the evaluation" if not missing else "there is no such file",
             where="data",
             value=", ".join(missing) or (None if folder is None else str(folder)),
-            fix="give a folder with train and dev as .tsv, .csv or .jsonl (--data FOLDER)",
+            fix=f"give a folder with train and dev as {', '.join(_SUFFIXES[-2 * questions :])} (--data FOLDER)",
             code="no-data",
         )
     return train, validation
 
 
-def _found(folder: Path, names: Iterable[str]) -> Path | None:
-    candidates = (folder / f"{name}{suffix}" for name in names for suffix in _SUFFIXES)
+def _found(folder: Path, names: Iterable[str], suffixes: Iterable[str]) -> Path | None:
+    candidates = (folder / f"{name}{suffix}" for name in names for suffix in suffixes)
     return next((path for path in candidates if path.is_file()), None)
 
 
