@@ -6,17 +6,20 @@ Models: BERT-base's encoder with 6 of its 12 layers and random weights, and all-
 All files come from one torch model, and run on ONNX Runtime with one thread. Sessions take turns in one process; ratios
 are medians of the ratios of CPU times within a round, relative to float. The benchmark runs twice: with all the
 instructions of this CPU, and in a process that sees AVX2 only (avx2_only.c, compiled here and preloaded: x86 Linux with
-a C compiler; AMD's CPUs can't hide instructions). SQNR is that of the last hidden states against float in torch.
-Accuracy: `--batches` batches of 16 pairs of MRPC dev for MiniLM; for random weights, how often the largest of 100
-outputs is that of float.
+a C compiler; AMD's CPUs can't hide instructions). `--emulate` runs the files in QEMU (qemu-x86_64, 7.2 or later) on a
+CPU with AVX2, for SQNR and accuracy of two texts or pairs, and adds these rows to the results of the last run.
+SQNR is that of the last hidden states against float in torch. Accuracy: `--batches` batches of 16 pairs of MRPC dev for
+MiniLM; for random weights, how often the largest of 100 outputs is that of float.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,12 +32,13 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import torch
-from common import environment, save
+from common import RESULTS, environment, save
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
 
 import bitwright as bw
+from bitwright.deployment import saturates
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "examples" / "minilm_dynamic"))
@@ -73,8 +77,14 @@ def bert(layers: int) -> nn.Module:
     return BertModel(config, add_pooling_layer=False).eval()
 
 
-def build(name: str, folder: Path, count: int, layers: int) -> dict[str, Any]:
-    """All files of one model, with the inputs, the float outputs and the labels for the accuracy."""
+def build(
+    name: str, folder: Path, count: int, layers: int, size: int | None = None, guards: tuple[bool | None, ...] = (None,)
+) -> dict[str, Any]:
+    """All files of one model, with the inputs, the float outputs and the labels for the accuracy.
+
+    `size`: texts, or pairs of texts, of each batch. `guards`: whether our weights are guarded against saturating sums;
+    None: if this CPU needs it.
+    """
     torch.manual_seed(1)
     task: Any = None
     if name == "minilm":
@@ -83,10 +93,10 @@ def build(name: str, folder: Path, count: int, layers: int) -> dict[str, Any]:
         task = mrpc()
     model = Encoder(bert(layers) if task is None else minilm()).eval()
     if task is None:
-        batches = [torch.randint(1, 30000, (4, LENGTHS[name])) for _ in range(min(count, 4))]
+        batches = [torch.randint(1, 30000, (size or 4, LENGTHS[name])) for _ in range(min(count, 4))]
         pairs = []
     else:
-        pairs = list(task.evaluation())[:count]
+        pairs = [(tokens[:size], labels[:size]) for tokens, labels in itertools.islice(task.evaluation(), count)]
         batches = [tokens.flatten(0, 1) for tokens, _ in pairs]
     with torch.no_grad():
         expected = [model(ids).numpy() for ids in batches]
@@ -96,8 +106,9 @@ def build(name: str, folder: Path, count: int, layers: int) -> dict[str, Any]:
     for label, options in PEERS.items():
         files[label] = folder / f"{len(files)}.onnx"
         quantize_dynamic(str(prepared), str(files[label]), **options)
-    for label, activations in OURS.items():
-        quantized = bw.quantize(model, batches[:1], activations=activations)
+    for (label, activations), guard in itertools.product(OURS.items(), guards):
+        quantized = bw.quantize(model, batches[:1], activations=activations, saturating=guard)
+        label += ", without the guard" if guard is False else ""
         files[label] = quantized.export(folder / f"{len(files)}.onnx").path
         bw.strip(model)
     head = np.random.default_rng(0).standard_normal((expected[0].shape[-1], 100)).astype(np.float32)
@@ -134,15 +145,7 @@ def measure(name: str, runs: int, batches: int, layers: int) -> dict[str, dict[s
         rows: dict[str, dict[str, float]] = {}
         for label, session in sessions.items():
             outputs = [session.run(None, {feed: ids.numpy()})[0] for ids in built["batches"]]
-            noise = sum(
-                float(np.square(a - b, dtype=np.float64).sum()) for a, b in zip(outputs, built["expected"], strict=True)
-            )
-            power = sum(float(np.square(b, dtype=np.float64).sum()) for b in built["expected"])
-            rows[label] = {
-                "sqnr": round(10 * np.log10(power / max(noise, 1e-30)), 2),
-                "accuracy": round(built["accuracy"](outputs), 2),
-                "bytes": built["files"][label].stat().st_size,
-            }
+            rows[label] = quality(built, label, outputs)
         for count in BATCHES:
             ids = np.random.default_rng(0).integers(1, 30000, (count, LENGTHS[name]))
             times = _times({label: partial(s.run, None, {feed: ids}) for label, s in sessions.items()}, runs)
@@ -151,6 +154,49 @@ def measure(name: str, runs: int, batches: int, layers: int) -> dict[str, dict[s
                 rows[label][f"batch {count}"] = round(
                     median(a / b for a, b in zip(found, times["float"], strict=True)), 3
                 )
+    return rows
+
+
+def quality(built: dict[str, Any], label: str, outputs: list[np.ndarray]) -> dict[str, float]:
+    """What the outputs of a file are worth, and its size."""
+    pairs = list(zip(outputs, built["expected"], strict=True))
+    noise = sum(float(np.square(a - b, dtype=np.float64).sum()) for a, b in pairs)
+    power = sum(float(np.square(b, dtype=np.float64).sum()) for _, b in pairs)
+    return {
+        "sqnr": round(10 * np.log10(power / max(noise, 1e-30)), 2),
+        "accuracy": round(built["accuracy"](outputs), 2),
+        "bytes": built["files"][label].stat().st_size,
+    }
+
+
+_RUN = """
+import sys, numpy, onnxruntime
+folder, options = sys.argv[1], onnxruntime.SessionOptions()
+options.intra_op_num_threads = 1
+batches = numpy.load(folder + "/batches.npz")
+for name in sys.argv[2:]:
+    session = onnxruntime.InferenceSession(f"{folder}/{name}", options, providers=["CPUExecutionProvider"])
+    feed = session.get_inputs()[0].name
+    outputs = {key: session.run(None, {feed: batches[key]})[0] for key in batches.files}
+    numpy.savez(f"{folder}/{name}.npz", **outputs)
+"""
+
+
+def emulated(name: str, layers: int) -> dict[str, dict[str, float]]:
+    """The rows of one model on an emulated CPU with AVX2, without times."""
+    qemu = shutil.which("qemu-x86_64") or shutil.which("qemu-x86_64-static")
+    if qemu is None:
+        raise SystemExit("qemu-x86_64 is not installed (the package qemu-user)")
+    with tempfile.TemporaryDirectory() as folder:
+        built = build(name, Path(folder), 1, layers, size=2, guards=(True, False))
+        np.savez(Path(folder) / "batches.npz", **{str(i): ids.numpy() for i, ids in enumerate(built["batches"])})
+        files = {label: path.name for label, path in built["files"].items() if label != "float"}
+        command = [qemu, "-cpu", "Haswell-noTSX", sys.executable, "-c", _RUN, folder, *files.values()]
+        subprocess.run(command, stderr=subprocess.DEVNULL, check=True)
+        rows = {}
+        for label, file in files.items():
+            outputs = np.load(Path(folder) / f"{file}.npz")
+            rows[label] = quality(built, label, [outputs[str(i)] for i in range(len(built["batches"]))])
     return rows
 
 
@@ -195,12 +241,24 @@ def table(rows: dict[str, dict[str, float]]) -> str:
     lines = ["| file | SQNR, dB | accuracy, % | MB | " + " | ".join(times) + " |"]
     lines.append("|---" * (4 + len(times)) + "|")
     for label, row in rows.items():
-        cells = [f"{row[shape]:.2f}×" for shape in times]
+        cells = [f"{row[shape]:.2f}×" if shape in row else "–" for shape in times]
         size = row["bytes"] / 1e6
         lines.append(
             f"| {label} | {row['sqnr']:.1f} | {row['accuracy']:.2f} | {size:.1f} | " + " | ".join(cells) + " |"
         )
     return "\n".join(lines)
+
+
+def measured(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The rows on this CPU, and without its newer instructions if they can be hidden."""
+    found = {name: measure(name, options.runs, options.batches, options.layers) for name in options.models}
+    results = {"all instructions": found}
+    if options.one:
+        return results
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = [f"--runs={options.runs}", f"--batches={options.batches}", f"--layers={options.layers}"]
+        narrow = restricted([*sizes, "--models", *options.models], Path(folder))
+    return results | ({"AVX2 only": narrow["rows"]} if narrow else {})
 
 
 def main() -> None:
@@ -210,19 +268,23 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["bert", "minilm"])
     parser.add_argument("--batches", type=int, default=26, help="of inputs for SQNR and accuracy")
     parser.add_argument("--layers", type=int, default=6, help="of BERT")
+    parser.add_argument("--emulate", action="store_true", help="only on an emulated CPU; other rows stay")
     parser.add_argument("--one", action="store_true", help="only in this process, as JSON")
     options = parser.parse_args()
     os.environ.setdefault("BITWRIGHT_DATA", str(HERE.parents[1] / "shared" / "data"))
     torch.set_num_threads(1)
-    found = {name: measure(name, options.runs, options.batches, options.layers) for name in options.models}
-    if options.one:
-        sys.stdout.write(json.dumps({"rows": found, "saturates": bw.deployment.saturates("onnxruntime")}) + "\n")
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = [f"--runs={options.runs}", f"--batches={options.batches}", f"--layers={options.layers}"]
-        narrow = restricted([*sizes, "--models", *options.models], Path(folder))
-    results = {"all instructions": found, **({"AVX2 only": narrow["rows"]} if narrow else {})}
     facts = environment(onnxruntime=onnxruntime.__version__, load=round(os.getloadavg()[0], 1))
+    if options.emulate:
+        kept = json.loads((RESULTS / "dynamic.json").read_text())
+        rows = {name: emulated(name, options.layers) for name in options.models}
+        facts, results = {**kept["environment"], "emulated": facts["command"]}, kept["results"]
+        results["AVX2, emulated"] = results.get("AVX2, emulated", {}) | rows
+    else:
+        results = measured(options)
+        if options.one:
+            found = {"rows": results["all instructions"], "saturates": saturates("onnxruntime")}
+            sys.stdout.write(json.dumps(found) + "\n")
+            return
     parts = [
         f"## {TITLES[name].format(options.layers)}, {LENGTHS[name]} tokens, {where}\n\n{table(rows)}"
         for where, models in results.items()

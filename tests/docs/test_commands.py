@@ -54,6 +54,12 @@ def test_verbs_and_options_exist(page: Path) -> None:
         assert set(re.findall(r"(?<=\s)--?[a-z][\w-]*", f" {words}")) <= KNOWN[verb], (verb, words)
 
 
+@pytest.mark.parametrize("file", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=name)
+def test_targets_of_make_exist(file: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", file.read_text(encoding="utf-8"), re.M)) <= targets
+
+
 def test_there_is_something_to_find() -> None:
     assert sum(len(commands(page)) for page in PAGES) > 100
 

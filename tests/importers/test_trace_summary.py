@@ -196,6 +196,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "invalid-json"),
     "no events": (b"[]", "no-operators"),
     "beginnings and ends": (b'[{"ph": "B", "name": "x", "ts": 1}, {"ph": "E", "ts": 2}]', "no-operators"),
+    "an execution trace": (b'{"schema": "1.0.2-chakra.0.0.4", "pid": 1, "nodes": [{"id": 2}]}', "invalid-value"),
     "a browser": (b'[{"ph": "X", "cat": "toplevel", "name": "Loop", "ts": 1, "dur": 4}]', "no-operators"),
     "kernels only": (json.dumps([e for e in STEPS if e["cat"] == "kernel"]).encode(), "no-operators"),
     "no durations": (json.dumps([{**e, "dur": None} for e in events_of()]).encode(), "invalid-value"),

@@ -170,10 +170,11 @@ def evaluate_answers(
 
 def _logits(output: Any) -> tuple[Tensor, Tensor]:
     """The scores of tokens as the first and the last of an answer."""
+    pair: tuple[Any, ...] = ()
     if isinstance(output, Mapping) and "start_logits" in output:
         pair = (output["start_logits"], output["end_logits"])
-    else:
-        pair = tuple(output)[:2] if isinstance(output, tuple | list) else ()  # type: ignore[assignment]
+    elif isinstance(output, tuple | list):
+        pair = tuple(output[:2])
     if len(pair) != 2 or not all(isinstance(one, Tensor) and one.ndim == 2 for one in pair):
         what, fix = "the model has no scores of the first and the last token", "use a ForQuestionAnswering model"
         raise WorkloadError(what, where="model", fix=fix, code="invalid-output")
@@ -203,7 +204,7 @@ def _best_span(feature: _Feature, starts: Any, ends: Any, data: TextData) -> tup
     """Score, first and last character of the best answer in a part of the context."""
     found: tuple[float, int, int] | None = None
     inside = [index for index, span in enumerate(feature.spans) if span is not None]
-    tops = [sorted(inside, key=lambda i, own=own: -own[i])[: data.n_best_size] for own in (starts, ends)]
+    tops = [[inside[i] for i in np.argsort(-own[inside], kind="stable")[: data.n_best_size]] for own in (starts, ends)]
     for first in tops[0]:
         for last in tops[1]:
             begin, end = feature.spans[first], feature.spans[last]
