@@ -302,14 +302,18 @@ def test_every_combination_of_the_toolkit_is_read(target: str) -> None:
         "LSQObserver",
     )
     kinds = (("naive_ptq", "block", 1.0), ("advanced_ptq", "layer", 1.0), ("advanced_ptq", "block", 0.5))
+    found = []
     for number, (w, a, observer, bit) in enumerate(itertools.product(weights, activations, observers, (2, 4, 8))):
         kind, pattern, prob = kinds[number % 3]
         values = {"w_observer": "MSEObserver", "a_observer": observer, "w": w, "a": a, "bit": bit}
         values |= {"kind": kind, "backend": target, "pattern": pattern, "prob": prob}
         config = read_mqbench(parse_yaml(TOOLKIT.format(**values), where="a"), where="a").config
-        found = mqbench_settings(config)
-        assert found is not None
-        assert {found.weights, found.activations} <= set(QUANTIZERS.names())
-        assert {found.weight_observer, found.observer} <= set(OBSERVERS.names())
-        assert backend(found.backend).name == found.backend
-        assert bool(found.steps) == (kind == "advanced_ptq")
+        made = mqbench_settings(config)
+        assert made is not None
+        assert bool(made.steps) == (kind == "advanced_ptq")
+        found.append(made)
+    assert len(found) == 360
+    assert {one.weights for one in found} | {one.activations for one in found} <= set(QUANTIZERS.names())
+    assert {one.weight_observer for one in found} | {one.observer for one in found} <= set(OBSERVERS.names())
+    (name,) = {one.backend for one in found}
+    assert backend(name).name == name

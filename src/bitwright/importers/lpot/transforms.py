@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from bitwright.core.errors import WorkloadError
 from bitwright.core.tensor_tree import shape_of
 from bitwright.importers.key_table import Honoured, InCode, Marker, Noted, Option
-from bitwright.workload.datasets import random_part
-from bitwright.workload.images import color_jitter
+from bitwright.workload.datasets import color_jitter, random_part
 
 __all__ = ["TRANSFORMS", "Floats", "Size", "Transform", "flags", "listed", "to_tensor"]
 
