@@ -278,7 +278,7 @@ def main() -> None:
         kept = json.loads((RESULTS / "dynamic.json").read_text())
         rows = {name: emulated(name, options.layers) for name in options.models}
         facts, results = {**kept["environment"], "emulated": facts["command"]}, kept["results"]
-        results["AVX2, emulated"] = results.get("AVX2, emulated", {}) | rows
+        results["AVX2, emulated, two texts or pairs"] = results.get("AVX2, emulated, two texts or pairs", {}) | rows
     else:
         results = measured(options)
         if options.one:
