@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from bitwright.cluster.cluster_plan import plan_cluster
     from bitwright.cluster.measurement import profile
     from bitwright.cluster.predictor import predict
+    from bitwright.cluster.replanning import ClusterReplanner
     from bitwright.core import __version__
     from bitwright.core.display import Progress
     from bitwright.core.errors import BitwrightError, PlanError, Problem
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from bitwright.reports.files import report
     from bitwright.reports.record import Record
     from bitwright.sensitivity import OperatorScores, score, score_operators, suggest, weight_costs
-    from bitwright.training import Qat, TrainConfig, Trainer
+    from bitwright.training import DriftSettings, Qat, TrainConfig, Trainer
     from bitwright.tuning import Budget, Goal, Space, TuneConfig, Tuned, tune
     from bitwright.workflows import (
         Deployment,
@@ -76,6 +77,7 @@ _HOMES = {
     "bitwright.cluster": ("Cluster", "Prediction"),
     "bitwright.cluster.cluster_plan": ("plan_cluster",),
     "bitwright.cluster.predictor": ("predict",),
+    "bitwright.cluster.replanning": ("ClusterReplanner",),
     "bitwright.cluster.measurement": ("profile",),
     "bitwright.profiling": ("DeviceProfile",),
     "bitwright.deployment.checkpoint": (
@@ -124,6 +126,7 @@ _HOMES = {
         "weight_costs",
     ),
     "bitwright.training": (
+        "DriftSettings",
         "Qat",
         "TrainConfig",
         "Trainer",
@@ -166,9 +169,11 @@ __all__ = [
     "Budget",
     "Check",
     "Cluster",
+    "ClusterReplanner",
     "Comparison",
     "Deployment",
     "DeviceProfile",
+    "DriftSettings",
     "Format",
     "Goal",
     "Graph",

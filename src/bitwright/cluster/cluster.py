@@ -112,6 +112,12 @@ class Cluster(Strict):
         devices = {name: DeviceKind(profile=f"{name}.json", count=count) for name, count in kinds.items()}
         return Cluster(bitwright_cluster=1, devices=devices, **settings)
 
+    def only(self, devices: Mapping[str, DeviceKind]) -> Cluster:
+        """The same cluster with these devices."""
+        found = self.model_copy(update={"devices": dict(devices)})
+        found._folder = self._folder
+        return found
+
     def missing_plans(self) -> list[Problem]:
         """Return a problem for each plan file that the cluster names and that does not exist."""
         return [

@@ -10,7 +10,7 @@ from functools import cached_property
 from bitwright.cluster.cluster import Cluster
 from bitwright.cluster.cost_lookup import kernel_estimate
 from bitwright.cluster.cost_model import ACTIVATIONS, FLOAT, Assignment, Plans
-from bitwright.cluster.data_parallel import Lane, replay
+from bitwright.cluster.data_parallel import Lane, StepReplay, replay
 from bitwright.cluster.device_step import DeviceStep
 from bitwright.cluster.memory import MemoryLimit, MemoryUse, memory_of, saved_by_operator
 from bitwright.cluster.planners.precision import Allocation
@@ -31,7 +31,8 @@ class ClusterCostModel:
     `computes` says how each format is run: {"int8": ComputeSpec(format="int8", …)}. An operator can run in the
     formats that the device's profile contains for it, and in those whose cost the kernel estimates. `smaller` is the
     step recorded with a smaller batch. If the profile has both, other batch sizes are interpolated linearly; otherwise
-    the parts that depend on the batch are assumed to be proportional to it.
+    the parts that depend on the batch are assumed to be proportional to it. `samples` are those of a step of all
+    devices; by default each device has as many as the recorded step.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class ClusterCostModel:
         settings: StepSettings | None = None,
         keep_float: Sequence[str] = (),
         smaller: StepGraph | None = None,
+        samples: int | None = None,
     ) -> None:
         self.graph, self.profiles, self.cluster = graph, dict(profiles), cluster
+        self.total = samples
         self.penalties, self.computes = penalties, dict(computes)
         names = [op.name for op in graph.ops]
         wrong = [pattern for pattern in keep_float if not fnmatch.filter(names, pattern)]
@@ -75,6 +78,14 @@ class ClusterCostModel:
         }
         self._memories: dict[tuple[str, _Low], MemoryUse] = {}
         self._lanes: dict[tuple[str, _Low, int], Lane] = {}
+        self._slowdowns: Mapping[str, float] = {}
+        self._link = 1.0
+
+    def rescale(self, slowdowns: Mapping[str, float], link: float = 1.0) -> None:
+        """Devices compute and exchange messages so many times as long as in their profiles."""
+        if dict(slowdowns) != self._slowdowns:
+            self._lanes = {}
+        self._slowdowns, self._link = dict(slowdowns), link
 
     @cached_property
     def unscored(self) -> Sequence[str]:
@@ -112,6 +123,11 @@ class ClusterCostModel:
     def batch(self) -> int:
 
         return self.graph.samples
+
+    @property
+    def samples(self) -> int:
+
+        return sum(self.kinds.values()) * self.batch if self.total is None else self.total
 
     def formats(self, kind: str, operator: str) -> Sequence[str]:
         """The formats in the device's profile."""
@@ -154,7 +170,8 @@ class ClusterCostModel:
             local, small = self._local(kind, assignment, self.batch), self.predictor.smaller.get(kind)
             if small is not None:
                 small = self._local(kind, assignment, small.graph.samples) if batch != self.batch else None
-            self._lanes[key] = self.predictor.lane_of(kind, local, small, batch / self.batch)
+            lane = self.predictor.lane_of(kind, local, small, batch / self.batch)
+            self._lanes[key] = lane.scaled(self._slowdowns.get(kind, 1.0))
         return self._lanes[key]
 
     def work(self, kind: str, assignment: Assignment, batch: int) -> float:
@@ -164,8 +181,19 @@ class ClusterCostModel:
 
     def step(self, plans: Plans, batches: Mapping[str, int]) -> float:
         """Seconds of the simulated step of all devices."""
+        return self._replay(plans, batches).period
+
+    def _replay(self, plans: Plans, batches: Mapping[str, int]) -> StepReplay:
         lanes = [self._lane(kind, plans[kind], batches[kind]) for kind in self.kinds]
-        return replay(lanes, self.predictor.collectives, self.predictor.first).period
+        sent = [self._link * seconds for seconds in self.predictor.collectives]
+        return replay(lanes, sent, self._link * self.predictor.first)
+
+    def step_shares(self, plans: Plans, batches: Mapping[str, int]) -> tuple[dict[str, float], float, float]:
+        """Seconds that each kind computes, that the last device waits for messages, and of the whole step."""
+        step = self._replay(plans, batches)
+        own = {run.lane.kind: run.computed - run.knots[0][0] + run.lane.tail for run in step.lanes}
+        sent = step.sent[-1].end if step.sent else 0.0
+        return own, min(max(0.0, sent - run.computed) for run in step.lanes), step.period
 
     def memory(self, kind: str, assignment: Assignment, batch: int) -> int:
         """Peak bytes of the process. Activations grow with the batch size."""

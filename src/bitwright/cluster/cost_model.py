@@ -71,6 +71,10 @@ class CostModel(Protocol):
     def batch(self) -> int:
         """Samples of each device's step, if they are equal."""
 
+    @property
+    def samples(self) -> int:
+        """Samples of a step of all devices together."""
+
 
 def total_penalty(costs: CostModel, plans: Plans, batches: Mapping[str, int]) -> float:
     """The penalty of all devices. A device's error is weighted by its share of the samples, squared."""
@@ -108,6 +112,11 @@ class TableCostModel:
     limits: Mapping[str, int] = field(default_factory=dict)
     reserve: float = 0.0
     """Share of the limits that plans leave free; 0 by default, because tables are exact."""
+
+    @property
+    def samples(self) -> int:
+        """The same number on each device."""
+        return sum(self.kinds.values()) * self.batch
 
     def formats(self, kind: str, operator: str) -> Sequence[str]:
         """The formats in the table."""

@@ -171,6 +171,13 @@ class Lane:
     turned: float = 0.0
     """The work before the backward pass of the last batch."""
 
+    def scaled(self, factor: float) -> Lane:
+        """The lane of a device that takes `factor` times as long."""
+        if factor == 1:
+            return self
+        times = {name: factor * getattr(self, name) for name in ("computing", "tail", "begun", "turned")}
+        return replace(self, ready=tuple(factor * ready for ready in self.ready), **times)
+
     def of_batch(self, share: float, at: float, other: Lane) -> Lane:
         """The lane of a batch `share` times as large. `other` is the lane of a batch `at` times as large.
 

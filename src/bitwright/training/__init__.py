@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bitwright.training.adaptive import DriftSettings, Replanner
     from bitwright.training.callbacks import Callback, TensorBoard, tensorboard_problem
     from bitwright.training.config import TrainConfig
     from bitwright.training.qat import Qat, parameter_groups
@@ -16,6 +17,8 @@ _HOME = {
     "Callback": "callbacks",
     "TensorBoard": "callbacks",
     "tensorboard_problem": "callbacks",
+    "DriftSettings": "adaptive",
+    "Replanner": "adaptive",
     "TrainConfig": "config",
     "Qat": "qat",
     "parameter_groups": "qat",
@@ -32,7 +35,9 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Callback",
+    "DriftSettings",
     "Qat",
+    "Replanner",
     "TensorBoard",
     "TrainConfig",
     "TrainResult",

@@ -15,6 +15,7 @@ from bitwright.core.files import write_text, writing
 from bitwright.core.formatting import metric_value
 
 if TYPE_CHECKING:
+    from bitwright.training.adaptive import Planned
     from bitwright.training.run import TrainingRun
 
 log = getLogger("bitwright.training")
@@ -31,6 +32,9 @@ class Callback:
 
     def on_log(self, run: TrainingRun, values: dict[str, float]) -> None:
         """Called every `log_steps` steps with the loss, lr, and the norm of gradients if it is known."""
+
+    def on_switch(self, run: TrainingRun, planned: Planned) -> None:
+        """Called after an adaptive run has switched to another plan."""
 
     def on_epoch(self, run: TrainingRun, values: dict[str, float]) -> None:
         """Called after an epoch is finished and evaluated; `values` contains the workload's metrics."""
@@ -97,6 +101,11 @@ class History(Callback):
     def on_log(self, run: TrainingRun, values: dict[str, float]) -> None:
         """Append the line of a step."""
         self._add({"step": run.step, "epoch": run.epoch, **values})
+
+    def on_switch(self, run: TrainingRun, planned: Planned) -> None:
+        """Append the line of a switch."""
+        switch = {"sections": planned.sections, "batches": planned.batches, "predicted": planned.seconds}
+        self._add({"step": run.step, "epoch": run.epoch, "switch": switch})
 
     def on_epoch(self, run: TrainingRun, values: dict[str, float]) -> None:
         """Append the line of an epoch."""

@@ -23,6 +23,7 @@ from bitwright.core.errors import BitwrightError, CheckpointError, Problem, Trai
 from bitwright.core.files import file_fingerprint, note_written, sync_to_disk, temporary_folder, write_text, writing
 from bitwright.core.schemas import Strict, validated
 from bitwright.deployment.checkpoint import load_checkpoint, read_state, save_state
+from bitwright.training.adaptive import samples_per_step
 
 if TYPE_CHECKING:
     from bitwright.training.run import TrainingRun
@@ -90,6 +91,12 @@ class TrainerState(Strict):
     optimizer: dict[str, Any]
     ema: dict[str, Any] | None
     observers: dict[str, Any] | None
+    adaptive: dict[str, Any] | None = None
+    """The current plan and the timeline of an adaptive run."""
+    batches: int | None = Field(default=None, ge=1)
+    """Batches of an epoch."""
+    processes: int | None = Field(default=None, ge=1)
+    """The number of processes at the start of the run."""
     files: dict[str, str] = Field(default_factory=dict)
     """Name → fingerprint of every other file of the checkpoint."""
 
@@ -212,11 +219,13 @@ _FREE = {"save_steps", "log_steps", "workers"}
 def identity(run: TrainingRun) -> dict[str, Any]:
     """The settings that must be equal to resume a run."""
     fixed = {key: value for key, value in run.config.settings().items() if key not in _FREE}
+    adapts = {"adaptive": True, "samples per step": sum(run.data.parts)}
     return {
         "workload": run.workload.name,
         "quantize": word(run.precision),
         "samples": run.data.size,
         "batch per process": run.data.parts[0] if len(set(run.data.parts)) == 1 else run.data.parts,
+        **({} if run.adaptation is None else adapts),
         **({} if run.compute is None else {"compute": word(run.compute), "simulate": run.simulate}),
         **({} if run.kind is None else {"kinds": run.kinds}),
         "processes": run.ranks.world,
@@ -248,6 +257,9 @@ def checkpoint_writer(run: TrainingRun) -> Callable[[Path], None]:
         optimizer=pack(run.optimizer.state_dict()["state"], tensors, "optimizer"),
         ema=pack(run.ema.average, tensors, "ema") if run.ema is not None else None,
         observers=pack(_plain(run.qat.observer_state()), tensors, "observers") if run.qat is not None else None,
+        adaptive=None if run.adaptation is None else run.adaptation.state(),
+        batches=run.data.batches,
+        processes=run.started_with,
     )
     tensors = {name: run.parallel.whole(tensor).cpu().contiguous() for name, tensor in tensors.items()}
     model = unsharded_state(run)
@@ -264,10 +276,21 @@ def checkpoint_writer(run: TrainingRun) -> Callable[[Path], None]:
     return write
 
 
-def validate_checkpoint(run: TrainingRun, saved: SavedCheckpoint) -> TrainerState:
-    """The state of a checkpoint; raises an error that lists every setting that differs from this run."""
-    state = saved.state()
+# What may change if a run is or was adaptive, as long as its steps have the same number of samples.
+_ADAPTED = {"adaptive", "batch", "batch per process", "channels_last", "compute", "kinds", "processes", "simulate"}
+
+
+def validate_checkpoint(run: TrainingRun, saved: SavedCheckpoint, state: TrainerState) -> None:
+    """Raise an error that lists every setting that differs from this run."""
     before, now = state.identity, json.loads(json.dumps(identity(run)))
+    if "adaptive" in before or "adaptive" in now:
+        before, now = (
+            {
+                **{key: value for key, value in one.items() if key not in _ADAPTED},
+                "samples per step": samples_per_step(one),
+            }
+            for one in (before, now)
+        )
     problems = [
         Problem(
             what=f"was {before.get(key)!r} when this run was saved",
@@ -281,7 +304,6 @@ def validate_checkpoint(run: TrainingRun, saved: SavedCheckpoint) -> TrainerStat
     ]
     if problems:
         raise TrainError(problems, title=f"can't resume {saved.folder.name}: it belongs to another run")
-    return state
 
 
 def restore(run: TrainingRun, saved: SavedCheckpoint, state: TrainerState) -> None:

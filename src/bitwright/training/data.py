@@ -108,18 +108,38 @@ class TrainingData:
         """The number of samples of each rank in the last batch of an epoch."""
         self._divide(where)
 
+    def redistribute(self, parts: list[int], *, batches: int | None = None) -> None:
+        """Give each rank another part of the same global batches.
+
+        The order of the samples and the number of batches stay the same, so that a run can change its parts within an
+        epoch. `batches` is the number of batches of an epoch that the run began with, perhaps on other ranks.
+        """
+        batches = batches or self.batches
+        self.batch, self.parts, self.batches = parts[self.ranks.rank], list(parts), batches
+        self.last = self.parts if self.drop_last else self._last_parts(self.size - (batches - 1) * sum(parts))
+
+    def _last_parts(self, left: int) -> list[int]:
+        """The parts of a last batch of any size. If it is too short for all ranks, the last ones get nothing."""
+        if left >= sum(self.parts):
+            return _sums(self.parts, _shares(left - sum(self.parts), self.parts))
+        fewest = [min(_FEWEST, part) for part in self.parts]
+        if left < sum(fewest):
+            room, found = left, []
+            for _ in self.parts:
+                found.append(min(_FEWEST, room) if room != _FEWEST + 1 else room)
+                room -= found[-1]
+            return found
+        room = [part - few for part, few in zip(self.parts, fewest, strict=True)]
+        return _sums(fewest, _shares(left - sum(fewest), room))
+
     def _divide(self, where: str) -> None:
         """Set the number of batches of an epoch, and the sizes of the last one."""
         ranks, drop_last = self.ranks, self.drop_last
         self.batches, left = divmod(self.size, sum(self.parts))
         if left and self.batches and not drop_last:
-            fewest = [min(_FEWEST, part) for part in self.parts]
-            if left >= sum(fewest):
-                self.batches += 1
-                room = [part - few for part, few in zip(self.parts, fewest, strict=True)]
-                self.last = _sums(fewest, _shares(left - sum(fewest), room))
-            else:
-                self.last = _sums(self.parts, _shares(left, self.parts))
+            own = left >= sum(min(_FEWEST, part) for part in self.parts)
+            self.batches += own
+            self.last = self._last_parts(left if own else left + sum(self.parts))
         if self.batches == 0:
             raise TrainError.single(
                 "the training set is smaller than one batch",
@@ -171,7 +191,8 @@ class TrainingData:
         for number in range(self.batches):
             sizes = self.sizes(number)
             start = number * stride + sum(sizes[:rank])
-            found.append([(epoch, number, index) for index in shuffled[start : start + sizes[rank]]])
+            own = shuffled[start : start + sizes[rank]] if sizes[rank] else shuffled[number * stride :][:_FEWEST]
+            found.append([(epoch, number, index) for index in own])  # a rank without samples repeats two, with weight 0
         return found
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[tuple[Any, Any]]:

@@ -18,9 +18,12 @@ import gc
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +34,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from bitwright.core.errors import TrainError
+from bitwright.core.errors import BitwrightError, Problem, TrainError, problem_data
 from bitwright.quantizers import find_attachment
 
 _KEPT: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -106,6 +109,28 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
+    def share(self, values: list[float]) -> list[list[float]]:
+        """Every rank's numbers, on all ranks; the lists have equal lengths. One small message."""
+        if not self.several:
+            return [values]
+        mine = torch.tensor(values, dtype=torch.float64, device=group_device())
+        found = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(found, mine)
+        return [row.tolist() for row in found]
+
+    def from_first(self, compute: Callable[[], Any]) -> Any:
+        """Compute a JSON value on rank 0 for all ranks; its error is raised on all ranks, so that none waits."""
+        value, problems = None, None
+        if self.first:
+            try:
+                value = compute()
+            except BitwrightError as error:
+                problems = [problem_data(problem) for problem in error.problems]
+        value, problems = self.tell([value, problems])
+        if problems:
+            raise TrainError([Problem(**problem) for problem in problems])
+        return value
+
     def agree(self, model: nn.Module) -> None:
         """Raise an error if the weights or quantizer state of ranks differ."""
         if not self.several:
@@ -120,6 +145,11 @@ class Ranks:
                 fix="change parameters only with the optimizer, and equally on all ranks",
                 code="ranks-differ",
             )
+
+
+def group_device() -> torch.device:
+    """The device of small messages in the current group: nccl only sends from GPUs."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
@@ -179,7 +209,7 @@ def _join(device: str | None) -> None:
     a dead process there and wait for it forever.
     """
     store, rank, world = next(iter(rendezvous("env://")))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = agree_on_attempt(store, rank, world)
     backend = "gloo"
     if torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda":
         backend = "nccl"
@@ -187,6 +217,43 @@ def _join(device: str | None) -> None:
         torch.cuda.set_device(device_of(device, int(os.environ.get("LOCAL_RANK", "0"))))
     fresh = PrefixStore(f"bitwright/{attempt}", store)
     dist.init_process_group(backend, store=fresh, rank=rank, world_size=world)
+
+
+_POLL = 0.02  # seconds
+
+
+def agree_on_attempt(store: Any, rank: int, world: int, *, seconds: float = 600.0) -> str:
+    """Return a name that only the processes of this attempt have, although the store has entries of earlier ones.
+
+    The number of restarts is no such name: it doesn't change when a machine joins, and machines that join later count
+    from zero. Rank 0 chooses a name and sends it to each process that presents itself, until the process confirms. A
+    dead process that presented itself earlier can't confirm.
+    """
+    own = uuid.uuid4().hex
+    until = time.monotonic() + seconds
+    if rank > 0:
+        store.set(f"bitwright/rank/{rank}", own)
+        store.wait([f"bitwright/name/{own}"], timedelta(seconds=seconds))
+        name = str(store.get(f"bitwright/name/{own}").decode())
+        store.set(f"bitwright/confirmed/{own}/{name}", "")
+        return name
+    answered: dict[int, str] = {}
+    missing = set(range(1, world))
+    while missing:
+        for other in sorted(missing):
+            if not store.check([f"bitwright/rank/{other}"]):
+                continue
+            process = store.get(f"bitwright/rank/{other}").decode()
+            if answered.get(other) != process:
+                answered[other] = process
+                store.set(f"bitwright/name/{process}", own)
+            elif store.check([f"bitwright/confirmed/{process}/{own}"]):
+                missing.discard(other)
+        if missing and time.monotonic() > until:
+            ranks, fix = ", ".join(map(str, sorted(missing))), "look at the output of these processes"
+            raise TrainError.single("other ranks didn't start", where="rank", value=ranks, fix=fix, code="ranks-missing")
+        time.sleep(_POLL if missing else 0)
+    return own
 
 
 class SingleProcess:

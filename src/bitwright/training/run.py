@@ -25,6 +25,7 @@ from bitwright.deployment.checkpoint import checkpoint_file, load_checkpoint
 from bitwright.plan import Plan
 from bitwright.quantizers.compiled import for_this_cpu
 from bitwright.quantizers.site_statistics import SiteRow, site_rows
+from bitwright.training.adaptive import Adaptation, MeasuredStep, Planned, Replanner, samples_per_step
 from bitwright.training.callbacks import Callback
 from bitwright.training.checkpoints import (
     Checkpoints,
@@ -75,6 +76,7 @@ class TrainingRun:
         compute: Plan | None = None,
         kinds: str | None = None,
         simulate: bool = False,
+        adaptive: Replanner | None = None,
     ) -> None:
         self.workload = workload
         self.where = f"workload {workload.name!r}"
@@ -86,7 +88,14 @@ class TrainingRun:
         self.callbacks = callbacks if ranks.first else ()
         self.stop = stop
         self.precision, self.backend, self.choices = precision, backend, choices
-        self.compute, self.simulate = compute, simulate
+        self.simulate = simulate
+        state = resume.state() if resume is not None else None
+        self.adaptation: Adaptation | None = None
+        if adaptive is not None:
+            saved = None if state is None else (state.step, samples_per_step(state.identity), state.adaptive)
+            self.adaptation = Adaptation.begin(adaptive, workload, config, ranks, kinds, compute, saved)
+            compute, kinds = self.adaptation.planned.plan, ",".join(self.adaptation.planned.sections)
+        self.compute = compute
         self.kind = None if compute is None else device_kind_of(compute, kinds, ranks)
         self.kinds: list[str | None] = ranks.gather(self.kind)
         section = None if compute is None or self.kind is None else compute.devices[self.kind]
@@ -103,6 +112,9 @@ class TrainingRun:
             workers=config.workers,
             drop_last=config.drop_last,
         )
+        self.started_with = ranks.world if state is None or state.processes is None else state.processes
+        if state is not None and state.batches is not None and state.identity.get("samples") == self.data.size:
+            self.data.redistribute(self.data.parts, batches=state.batches)  # the run may have begun on other ranks
         self.steps_per_epoch = self.data.steps(config.accumulate)
         if self.data.batches < config.accumulate:
             raise TrainError.single(
@@ -127,7 +139,8 @@ class TrainingRun:
         keeps = config.recipe is not None and config.recipe.keep_checkpoints
         self.checkpoints = Checkpoints(out, keep_all=keeps) if out is not None else None
         self._losses = LossMean()
-        state = validate_checkpoint(self, resume) if resume is not None else None
+        if resume is not None and state is not None:
+            validate_checkpoint(self, resume, state)
         self._set_up(backend, choices, init, resume)
         if resume is not None and state is not None:
             restore(self, resume, state)
@@ -157,7 +170,7 @@ class TrainingRun:
         self.parallel = self._share()
         self.ema = Ema(model, config.ema) if config.ema is not None else None
         self.optimizer = make_optimizer(model, config)
-        self.training_step = TrainingStep(
+        self.training_step = (TrainingStep if self.adaptation is None else MeasuredStep)(
             self.parallel,
             self.objective,
             self.optimizer,
@@ -186,6 +199,8 @@ class TrainingRun:
     def release(self) -> None:
         """Release objects of the process group before leaving it."""
         self.parallel = SingleProcess(self.model)
+        if isinstance(self.training_step, MeasuredStep):
+            self.training_step.close()
         del self.training_step
 
     def _quantize(self, backend: str | None, choices: Choices, resume: SavedCheckpoint | None) -> Qat:
@@ -270,8 +285,8 @@ class TrainingRun:
 
     def _train_epoch(self) -> None:
         self.model.train()
-        done = self.step - self.epoch * self.steps_per_epoch
-        data = self.data.epoch(self.epoch, skip=done * self.config.accumulate)
+        first = self.epoch * self.steps_per_epoch
+        data = self.data.epoch(self.epoch, skip=(self.step - first) * self.config.accumulate)
         end = min((self.epoch + 1) * self.steps_per_epoch, self.steps)
         for _ in range(self.step, end):
             self._train_step(data)
@@ -281,8 +296,11 @@ class TrainingRun:
                 self._log()
             for callback in self.callbacks:
                 callback.on_step(self)
+            switched = self.adaptation is not None and self.adaptation.after_step(self)
             if last:
                 break  # `_finish_epoch` saves a checkpoint with metrics
+            if switched:
+                data = self.data.epoch(self.epoch, skip=(self.step - first) * self.config.accumulate)
             if self.config.save_steps is not None and self.step % self.config.save_steps == 0:
                 self.save()
             self._stop_if_requested()
@@ -312,8 +330,22 @@ class TrainingRun:
         for part, number in enumerate(numbers):
             inputs, target = (self.place(value) for value in next(data))
             seed_all(self.config.seed, "step", self.step, part, self.ranks.rank)
-            sums = self.objective.sums  # a sum already counts samples
-            yield inputs, target, 1 / self.config.accumulate if sums else self.data.weight(number, numbers)
+            weight = self.data.weight(number, numbers)
+            if self.objective.sums and weight:  # a sum already counts samples; DDP divides by the number of ranks
+                weight = self.ranks.world / self.started_with / self.config.accumulate
+            yield inputs, target, weight
+
+    def switch(self, planned: Planned) -> None:
+        """Continue with another plan: other kernels and other parts of the same global batches."""
+        self.compute = planned.plan
+        self.kinds = list(planned.sections)
+        before, self.kind = self.low, self.kinds[self.ranks.rank]
+        self.data.redistribute(list(planned.batches))
+        if before is not None:
+            before.finish()
+        self.low = LowPrecision(self.model, self.compute, self.kind, self._example(), simulate=self.simulate)
+        for callback in self.callbacks:
+            callback.on_switch(self, planned)
 
     def _log(self) -> None:
         """Log the mean loss since the last call, over all ranks; stop the run if it isn't finite."""
@@ -416,6 +448,7 @@ class TrainingRun:
             "metrics": self.metrics,
             "best": self.best,
             "notes": self.notes,
+            **({} if self.adaptation is None else {"adaptive": self.adaptation.facts()}),
         }
 
     def sites(self) -> tuple[SiteRow, ...]:

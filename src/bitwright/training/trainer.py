@@ -26,6 +26,7 @@ from bitwright.deployment.checkpoint import save_checkpoint
 from bitwright.graph import capture
 from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized
+from bitwright.training.adaptive import Replanner, adaptive_problems
 from bitwright.training.callbacks import Callback, EpochLog, History
 from bitwright.training.checkpoints import Checkpoints, SavedCheckpoint, load_best, unsharded_state
 from bitwright.training.config import TrainConfig
@@ -91,10 +92,11 @@ class Trainer:
     `out` is the folder for checkpoints and history.jsonl, and at the end checkpoint.safetensors, plan.yaml and
     result.json. `compute` is a plan (or its path) with a `compute` section, which lists the operators that run in low
     precision. `kind` is the device kind of this process in that plan (or a comma-separated list, one per rank), and
-    `simulate` rounds in float instead of using low-precision kernels. `init` is a float checkpoint (or the folder of a
-    run) to start from. `resume=True` continues the run in `out`, if there is one; "auto" does so only if that run
-    did not finish. `choices` are passed to the planner, as in `bitwright.quantize`. On the command line, a signal ends
-    the run between two steps, with a checkpoint.
+    `simulate` rounds in float instead of using low-precision kernels. `adaptive`, such as a `ClusterReplanner`, plans
+    for the ranks that are present, and again when one of them becomes slower or faster. `init` is a float checkpoint
+    (or the folder of a run) to start from. `resume=True` continues the run in `out`, if there is one; "auto" does so
+    only if that run did not finish. `choices` are passed to the planner, as in `bitwright.quantize`. On the command
+    line, a signal ends the run between two steps, with a checkpoint.
 
     >>> from bitwright import TrainConfig, Trainer, load_workload
     >>> config = TrainConfig(batch=256, fuse=False)
@@ -112,6 +114,7 @@ class Trainer:
         compute: Plan | str | Path | None = None,
         kind: str | None = None,
         simulate: bool = False,
+        adaptive: Replanner | None = None,
         backend: str | None = None,
         config: TrainConfig | None = None,
         out: str | Path | None = None,
@@ -131,6 +134,7 @@ class Trainer:
         self.compute = None if compute is None else load_compute_plan(compute)
         self.kind = kind
         self.simulate = simulate
+        self.adaptive = adaptive
         self.backend = backend
         self.config = config or TrainConfig()
         self.out = Path(out) if out is not None else None
@@ -179,7 +183,9 @@ class Trainer:
         if self.compute is not None and self.precision is not None:
             what, fix = "quantizers and low-precision kernels can't be combined", "omit either compute or precision"
             yield Problem(what=what, where="compute", fix=fix, code="compute-and-quantize")
-        if self.compute is None and (self.kind is not None or self.simulate):
+        if self.adaptive is not None:
+            yield from adaptive_problems(config, quantizes=self.precision is not None)
+        elif self.compute is None and (self.kind is not None or self.simulate):
             what, fix = "kind and simulate require a plan", "pass compute="
             yield Problem(what=what, where="kind, simulate", fix=fix, code="compute-required")
         if self.precision is None:
@@ -224,6 +230,7 @@ class Trainer:
                 compute=self.compute,
                 kinds=self.kind,
                 simulate=self.simulate,
+                adaptive=self.adaptive,
             )
             try:
                 with stop.deferred(), run.reported():  # signals take effect between two steps, after a checkpoint
@@ -273,7 +280,8 @@ class Trainer:
         checkpoints = Checkpoints(self.out)
         latest = checkpoints.latest()
         # torchrun restarts all processes when one dies; they resume from the last checkpoint
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        # (machines that join later count from zero)
+        restarted = any(ranks.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
         # "auto" also resumes a finished run: no steps are left, and changed settings are reported
         step, resume = ranks.tell([None if latest is None else latest.step, bool(self.resume) or restarted])
         if step is None:

@@ -23,7 +23,7 @@ def split_batch(costs: CostModel, plans: Plans) -> dict[str, int]:
     all samples. Devices of one kind have the same batch size.
     """
     kinds = costs.kinds
-    total = sum(kinds.values()) * costs.batch
+    total = costs.samples
     most = {kind: (total - sum(kinds.values())) // count + 1 for kind, count in kinds.items()}  # others have one
     caps = {kind: largest_batch(costs, kind, plans[kind], most[kind]) for kind in kinds}
     found = _summing(kinds, caps, total)
@@ -163,8 +163,9 @@ def _paced(costs: CostModel) -> Allocation:
     found: list[Allocation] = []
     problem: PlanError | None = None
     with suppress(PlanError):
-        found.append(fastest(costs, equal))
-        if tight:
+        if sum(count * size for count in costs.kinds.values()) == costs.samples:
+            found.append(fastest(costs, equal))
+        if found and tight:
             starts.append({kind: dict(plan) for kind, plan in found[0].plans.items()})
     for plans in starts:
         try:
