@@ -25,6 +25,7 @@ def test_each_process_has_a_gpu_of_its_own(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(device=torch.device(device)))
     monkeypatch.setattr(ranks, "rendezvous", lambda where: iter([(dist.HashStore(), 1, 2)]))
+    monkeypatch.setattr(ranks, "agree_on_attempt", lambda store, rank, world: "0")
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: asked.update(backend=backend))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     with ranks.process_group(said):

@@ -32,6 +32,7 @@ from bitwright.training.config import TrainConfig
     bitwright train my_workload.py:net --precision int4 --distill 0.5 --epochs 3 -o runs/int4
     bitwright train my_workload.py:net --plan kernels.yaml --channels-last -o runs/kernels
     torchrun --nproc-per-node 2 -m bitwright train my_workload.py:net --precision int8 -o runs/two
+    torchrun --nproc-per-node 2 -m bitwright train my_workload.py:net --adaptive cluster.yaml -o runs/adaptive
     bitwright train config.yaml --data imagenet --checkpoint resnet18.pth -o runs/mqbench
     """,
 )
@@ -57,6 +58,10 @@ def train(
         option("The device kind of this process in the plan, or one for each rank: fast,slow.", "--device-kind"),
     ] = None,
     simulate: Annotated[bool, option("Round in float instead of running kernels.", "--simulate")] = False,
+    adaptive: Annotated[
+        Path | None, option("Plan for the ranks that are present, and again if one drifts.", metavar="CLUSTER.YAML")
+    ] = None,
+    scores: Annotated[Path | None, option("With --adaptive: sensitivity scores (default: plan batches only).")] = None,
     init: Annotated[
         Path | None, option("Float weights to start from: a run's folder, or a file.", "--init", "--checkpoint")
     ] = None,
@@ -78,6 +83,7 @@ def train(
     A config.yaml of MQBench sets the network, its quantizers and the whole training; --iterations shortens it.
     """
     require("WORKLOAD", workload or config, "file.py:function, a built-in workload, or a config.yaml of MQBench")
+    from bitwright.cluster.replanning import ClusterReplanner
     from bitwright.importers.mqbench import train_mqbench
     from bitwright.reports.files import TrainReport
     from bitwright.training import Callback, TensorBoard, Trainer, tensorboard_problem
@@ -87,29 +93,29 @@ def train(
         config, workload = Path(str(workload)), None
     ours = {"--precision": precision, "--plan": plan, "--backend": backend, "options of plans": choices}
     if config is not None:
-        exclude("config.yaml", {"WORKLOAD": workload, "--device-kind": device_kind, "--simulate": simulate, **ours})
+        ours |= {"WORKLOAD": workload, "--device-kind": device_kind, "--simulate": simulate, "--adaptive": adaptive}
+        exclude("config.yaml", ours)
     else:
         exclude("a workload", {"--data": data, "--iterations": iterations})
+    if adaptive is None:
+        exclude("a run without --adaptive", {"--scores": scores})
     callbacks: list[Callback] = [TrainReport()]
     if tensorboard or (tensorboard is None and tensorboard_problem() is None):
         callbacks.append(TensorBoard(output / "tensorboard"))
     found = None if config is not None else open_workload(out, str(workload))
     with out.progress("training") as progress:
-        common: Any = {
-            "config": settings,
-            "out": output,
-            "resume": resume or "auto",
-            "callbacks": callbacks,
-            "progress": progress if speaks else None,
-            "device": device,
-        }
+        common: Any = {"config": settings, "out": output, "resume": resume or "auto", "device": device}
+        common |= {"callbacks": callbacks, "progress": progress if speaks else None}
         if found is None:
             result = train_mqbench(Path(str(config)), data=data, iterations=iterations, checkpoint=init, **common)
         else:
+            keep: Any = choices.pop("keep_float", ()) if adaptive else ()
+            kernels = plan is not None and (plan.trains_kernels or adaptive is not None)
             result = Trainer(
                 found,
-                precision=precision if plan is None or plan.trains_kernels else plan,
-                compute=plan if plan is not None and plan.trains_kernels else None,
+                precision=precision if plan is None or kernels else plan,
+                compute=plan if kernels else None,
+                adaptive=None if adaptive is None else ClusterReplanner(adaptive, scores, keep_float=keep),
                 kind=device_kind,
                 simulate=simulate,
                 backend=backend,
