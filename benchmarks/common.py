@@ -129,9 +129,14 @@ class Ranks:
             os.sched_setaffinity(process.pid, {core})
         return process
 
-    def limit(self, process: subprocess.Popen[bytes], *, cores: float, memory_gb: float | None = None) -> list[Path]:
-        """Give a process a part of a core, and little memory, by cgroups (v1, as root); the groups that it got."""
-        wanted = {"cpu": {"cpu.cfs_period_us": 10_000, "cpu.cfs_quota_us": int(10_000 * cores)}}
+    def limit(
+        self, process: subprocess.Popen[bytes], *, cores: float, memory_gb: float | None = None, period: int = 10_000
+    ) -> list[Path]:
+        """Give a process a part of a core, and little memory, by cgroups (v1, as root); the groups that it got.
+
+        `period` is that of the quota, in microseconds.
+        """
+        wanted = {"cpu": {"cpu.cfs_period_us": period, "cpu.cfs_quota_us": int(period * cores)}}
         if memory_gb is not None:
             wanted["memory"] = {"memory.limit_in_bytes": int(memory_gb * 1e9)}
         made = []

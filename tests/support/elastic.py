@@ -35,7 +35,6 @@ _CONF = "is_host=0,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_atte
 
 def work(out: Path, plan: Path | None, kinds: str) -> None:
     """What each rank does."""
-    sys.path.insert(0, str(HERE.parents[1] / "training"))
     import torch
     from paced import replanner, workload
 

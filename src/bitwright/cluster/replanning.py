@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from logging import getLogger
+from math import log2
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -150,6 +151,8 @@ class ClusterReplanner(Replanner):
             section: self.cluster.devices[kind].model_copy(update={"count": 1})
             for section, kind in zip(self.sections, self._machines, strict=True)
         }
+        world = len(self._machines)
+        known = {kind: with_collectives(profile, world) for kind, profile in known.items()}
         profiles = {section: known[kind] for section, kind in zip(self.sections, self._machines, strict=True)}
         step = WorkloadStep.of(workload, config.batch, channels_last=config.channels_last)
         formats = sorted({format for own in self.penalties.values() for format in own if format != FLOAT})
@@ -289,6 +292,27 @@ def section_names(machines: Sequence[str]) -> tuple[str, ...]:
         found.append(name)
         taken.add(name)
     return tuple(found)
+
+
+def with_collectives(profile: DeviceProfile, world: int) -> DeviceProfile:
+    """The profile with collectives among `world` ranks, derived from those of another number of ranks if necessary.
+
+    Gloo's all-reduce is a ring: each rank sends 2(n−1)/n of the bytes in 2(n−1) messages. A broadcast is a tree.
+    """
+    found = list(profile.collectives)
+    for kind in dict.fromkeys((cost.operation, cost.backend) for cost in found):
+        own = [cost for cost in found if (cost.operation, cost.backend) == kind]
+        if world < 2 or any(cost.world == world for cost in own):
+            continue
+        near = min(own, key=lambda cost: abs(cost.world - world))
+        before, now = near.world, world
+        if kind[0] == "all_reduce":
+            rounds, share = (now - 1) / (before - 1), (1 - 1 / now) / (1 - 1 / before)
+        else:
+            rounds = share = log2(now) / log2(before)
+        scaled = {"world": world, "latency": rounds * near.latency, "per_byte": share * near.per_byte}
+        found.append(near.model_copy(update=scaled))
+    return profile.model_copy(update={"collectives": found})
 
 
 def step_settings(config: TrainConfig) -> StepSettings:

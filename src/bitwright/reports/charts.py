@@ -12,7 +12,7 @@ from bitwright.bench.comparison import LatencyRow
 from bitwright.core import display, formatting
 from bitwright.quantizers.site_statistics import SiteRow
 from bitwright.reports.record import Record, own_accuracy
-from bitwright.reports.sections import Forecast, ForecastDevice, TrainingRecord, TuningRecord
+from bitwright.reports.sections import AdaptiveRecord, Forecast, ForecastDevice, TrainingRecord, TuningRecord
 
 _WORST_SITES = 10
 PointKind = Literal["float", "quantized", "trial", "other"]
@@ -347,3 +347,33 @@ def training_chart(found: TrainingRecord) -> Markup | str:
         return ""
     least = 1.0 if found.metric.startswith("top") else 0.0
     return display.scatter(dots, x_name="epoch", y_name=found.metric, label="Training", least_y=least, counted=True)
+
+
+_POINTS = 120  # of a rank; more would hide each other
+
+
+def adaptive_chart(found: AdaptiveRecord) -> Markup | str:
+    """The time of a step, what each rank computed of it, and the prediction as a line."""
+    rows = found.rows[:: -(-len(found.rows) // _POINTS) or 1]
+    if len(rows) < 2:
+        return ""
+    dots = [
+        display.Dot(x=row.step, y=row.step_ms, name="step", text=f"step {row.step}: {row.step_ms:.4g} ms", kind="float")
+        for row in rows
+    ]
+    for rank, name in enumerate(found.ranks):
+        own = [row for row in rows if len(row.own_ms) == len(found.ranks)]
+        dots += [
+            display.Dot(
+                x=row.step,
+                y=row.own_ms[rank],
+                name=name,
+                text=f"computes {row.own_ms[rank]:.4g} ms of step {row.step}",
+                kind="trial",
+                label=row is own[-1],
+            )
+            for row in own
+        ]
+    line = [(float(row.step), row.predicted_ms) for row in rows]
+    label = "Step time, time that each rank computes, and predicted step time"
+    return display.scatter(dots, x_name="step", y_name="ms", label=label, front=line, counted=True)

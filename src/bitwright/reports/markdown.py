@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from bitwright.core import formatting
 from bitwright.core.errors import visible_text
 from bitwright.core.files import write_text
 from bitwright.reports.record import Record, environment_facts, executed_sites, ranges, row_facts
+from bitwright.reports.sections import AdaptiveRecord
 
 
 def write_markdown(record: Record, path: str | Path) -> Path:
@@ -194,6 +195,8 @@ def _verbs(record: Record) -> Iterable[str]:
             for n, epoch in enumerate(record.training.metrics, 1)
         ]
         yield table(["#epoch", *(f"#{name}" for name in names)], epochs)
+        if record.training.adaptive is not None:
+            yield from _ranks(record.training.adaptive)
     if record.comparison is not None:
         yield "## Runtimes"
         ran = [(one.runtime, one.executed_text) for one in record.comparison.runtimes]
@@ -204,6 +207,22 @@ def _verbs(record: Record) -> Iterable[str]:
             heads,
             [(t.runtime, t.variant, str(t.batch), *_ms(t.median_ms), f"{t.ratio:.2f}×{t.doubt_text}") for t in timings],
         )
+
+
+def _ranks(found: AdaptiveRecord) -> Iterator[str]:
+    """Idle shares and plan switches of an adaptive run."""
+    yield "## Ranks over time"
+    yield table(["rank", "#waits"], [(name, f"{100 * idle:.0f} %") for name, idle in zip(found.ranks, found.idle, strict=True)])
+    rows = [
+        (
+            str(one.step),
+            one.reason,
+            ", ".join(map(str, one.batches)),
+            *("" if ms is None else f"{ms:.4g} ms" for ms in (one.stayed_ms, one.predicted_ms, one.measured_ms)),
+        )
+        for one in found.switches
+    ]
+    yield table(["#step", "why", "batches", "#without the switch", "#predicted", "#measured"], rows)
 
 
 def _devices(record: Record) -> Iterable[str]:

@@ -19,6 +19,7 @@ from bitwright.core import formatting
 from bitwright.core.files import yaml_text
 from bitwright.quantizers.site_statistics import SiteRow
 from bitwright.reports.charts import (
+    adaptive_chart,
     lower_is_better,
     points,
     timelines,
@@ -132,6 +133,7 @@ _NAV = {
     "float": "Float",
     "tuning": "Tuning",
     "training": "Training",
+    "ranks": "Ranks",
     "devices-0": "Devices",
     "runtimes": "Runtimes",
     "environment": "Environment",
@@ -153,6 +155,7 @@ def page(record: Record) -> str:
         measures=list(measures(record)),
         output_errors={one.site: one.output_error for one in scores},
         has_noise=any(site.sqnr_db is not None for site in record.sites),
+        adaptive_chart=adaptive_chart,
         all_and=all_and,
         compared=compared,
         environment_facts=environment_facts,

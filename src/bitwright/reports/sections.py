@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from math import isfinite
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -88,6 +89,76 @@ def _site_row(score: SiteScore) -> SiteSensitivity:
     )
 
 
+class RankTimesRow(ResultModel):
+    """Step times in a few steps of an adaptive run."""
+
+    step: int
+    step_ms: float
+    predicted_ms: float = Field(description="With the plan and the speeds that the run knew then.")
+    own_ms: tuple[float, ...] = Field(description="What each rank computed; it waited for the rest of the step.")
+
+
+class SwitchRow(ResultModel):
+    """A switch to another plan."""
+
+    step: int
+    reason: str
+    batches: tuple[int, ...] = Field(description="Samples of each rank.")
+    low: tuple[int, ...] = Field(description="Operators in low precision on each rank.")
+    stayed_ms: float | None = Field(description="Predicted step time without the switch. None: the ranks changed.")
+    predicted_ms: float
+    measured_ms: float | None = Field(description="Until the next switch. None: too few steps.")
+
+
+class AdaptiveRecord(ResultModel):
+    """The course of an adaptive run."""
+
+    ranks: tuple[str, ...] = Field(description="The section of each rank in the plan.")
+    idle: tuple[float, ...] = Field(description="Share of the time that each rank waited for others.")
+    rows: tuple[RankTimesRow, ...]
+    switches: tuple[SwitchRow, ...]
+
+
+def adaptive_record(facts: dict[str, Any]) -> AdaptiveRecord:
+    """The course of a run from the `adaptive` part of its `result.json`."""
+    rows, switches = facts["rows"], facts["switches"]
+    ranks = tuple(facts["sections"])
+    last = [row for row in rows if len(row["own"]) == len(ranks)]  # other ranks may have begun the run
+    whole = sum(row["seconds"] for row in last)
+    ends = [*(switch["step"] for switch in switches[1:]), float("inf")]
+    measured = [
+        [row["seconds"] for row in rows if switch["step"] < row["step"] <= end]
+        for switch, end in zip(switches, ends, strict=False)
+    ]
+    return AdaptiveRecord(
+        ranks=ranks,
+        idle=tuple(
+            max(0.0, 1 - sum(row["own"][rank] for row in last) / whole) if whole else 0.0 for rank in range(len(ranks))
+        ),
+        rows=tuple(
+            RankTimesRow(
+                step=row["step"],
+                step_ms=1e3 * row["seconds"],
+                predicted_ms=1e3 * row["predicted"],
+                own_ms=tuple(1e3 * seconds for seconds in row["own"]),
+            )
+            for row in rows
+        ),
+        switches=tuple(
+            SwitchRow(
+                step=switch["step"],
+                reason=switch["reason"],
+                batches=tuple(switch["batches"]),
+                low=tuple(switch["low"]),
+                stayed_ms=None if switch["predicted_before"] is None else 1e3 * switch["predicted_before"],
+                predicted_ms=1e3 * switch["predicted"],
+                measured_ms=1e3 * fmean(seconds) if seconds else None,
+            )
+            for switch, seconds in zip(switches, measured, strict=True)
+        ),
+    )
+
+
 class TrainingRecord(ResultModel):
     """A training run."""
 
@@ -101,6 +172,7 @@ class TrainingRecord(ResultModel):
     settings: dict[str, str] = Field(description="The settings that differ from the defaults.")
     init: str | None = Field(description="The initial weights.")
     notes: tuple[str, ...]
+    adaptive: AdaptiveRecord | None = Field(default=None, description="None: the plan was fixed.")
 
 
 class _BestEpoch(BaseModel):
@@ -121,6 +193,7 @@ class _TrainResultFile(BaseModel):
     config: dict[str, Any]
     init: str | None
     notes: tuple[str, ...]
+    adaptive: dict[str, Any] | None = None
 
 
 def training_record(run: str | Path) -> TrainingRecord | None:
@@ -143,6 +216,7 @@ def training_record(run: str | Path) -> TrainingRecord | None:
         settings={key: str(value) for key, value in facts.config.items() if value != usual.get(key)},
         init=facts.init,
         notes=facts.notes,
+        adaptive=None if facts.adaptive is None else adaptive_record(facts.adaptive),
     )
 
 

@@ -25,7 +25,7 @@ from bitwright.deployment.checkpoint import checkpoint_file, load_checkpoint
 from bitwright.plan import Plan
 from bitwright.quantizers.compiled import for_this_cpu
 from bitwright.quantizers.site_statistics import SiteRow, site_rows
-from bitwright.training.adaptive import Adaptation, MeasuredStep, Planned, Replanner, samples_per_step
+from bitwright.training.adaptive import Adaptation, Planned, Replanner, samples_per_step
 from bitwright.training.callbacks import Callback
 from bitwright.training.checkpoints import (
     Checkpoints,
@@ -44,6 +44,7 @@ from bitwright.training.step import (
     DevicePlacement,
     Ema,
     LossMean,
+    MeasuredStep,
     MicroBatch,
     TrainingObjective,
     TrainingStep,

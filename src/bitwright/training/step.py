@@ -5,6 +5,7 @@ This module also contains the loss, the device placement and the averaged weight
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -101,6 +102,105 @@ class TrainingStep:
     def run_backward(self, loss: Tensor) -> None:
         """The backward pass."""
         loss.backward()
+
+
+PHASES = ("other", "forward", "loss", "backward", "clip", "optimizer")
+_SETTLING = 2  # steps after a start or a switch that aren't measured
+
+
+class MeasuredStep(TrainingStep):
+    """A training step that records what this rank computes, and how long it waits for other ranks.
+
+    DDP waits at two places: before the forward pass, for the buffers of rank 0, and after the last gradient, for the
+    last all-reduce. A hook before the model's forward and one on the parameter with the last gradient mark both.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.rows: list[list[float]] = []
+        """own seconds, wait after backward, seconds since the start of the previous step, and seconds of each phase."""
+        self.skipped = 0
+        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._since = self._entered = self._waited = self._last_wait = 0.0
+        self._begun: float | None = None
+        self._done: float | None = None
+        self._last: Tensor | None = None
+        self._hooks: list[Any] = []
+        self._enter = self.parallel.model.register_forward_pre_hook(self._forward_begins)
+        self._watch_all()
+
+    def run(self, batches: Iterable[MicroBatch], count: int) -> tuple[Tensor, Tensor | None]:
+        """Run one step and record it."""
+        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._waited, self._last_wait, begun = 0.0, 0.0, time.perf_counter()
+        period = 0.0 if self._begun is None else begun - self._begun
+        self._begun = self._since = begun
+        known = self._last is not None
+        result = super().run(batches, count)
+        if self.skipped < _SETTLING or not known:
+            self.skipped += 1
+        elif self._done is not None:
+            own = self._since - begun - self._waited
+            self.rows.append([own, self._last_wait, period, *self._spent.values()])
+        return result
+
+    def settle(self) -> None:
+        """Forget what was measured; the next steps aren't typical."""
+        self.rows, self.skipped, self._begun = [], 0, None
+        self._watch_all()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._enter.remove()
+        self._unwatch()
+
+    def end_phase(self, phase: str) -> None:
+        """Add the time since the previous call to this phase."""
+        now = time.perf_counter()
+        self._spent[phase] += now - self._since
+        self._since = now
+
+    def run_forward(self, inputs: Any) -> Any:
+        """The forward pass; the wait before it is no work of this rank."""
+        self._entered = self._since
+        before = self._since
+        output = super().run_forward(inputs)
+        self._wait("forward", self._entered - before)
+        return output
+
+    def run_backward(self, loss: Tensor) -> None:
+        """The backward pass; the wait after the last gradient is no work of this rank."""
+        self._done = None
+        super().run_backward(loss)
+        if self._done is None:  # another graph than before: find its last gradient
+            self._watch_all()
+            return
+        self._last_wait = time.perf_counter() - self._done
+        self._wait("backward", self._last_wait)
+        if len(self._hooks) > 1 and self._last is not None:
+            self._unwatch()
+            self._hooks = [self._last.register_post_accumulate_grad_hook(self._gradient_ready)]
+
+    def _wait(self, phase: str, seconds: float) -> None:
+        self._spent[phase] -= seconds
+        self._waited += seconds
+
+    def _forward_begins(self, *_: object) -> None:
+        self._entered = time.perf_counter()
+
+    def _gradient_ready(self, parameter: Tensor) -> None:
+        self._done, self._last = time.perf_counter(), parameter
+
+    def _watch_all(self) -> None:
+        self._unwatch()
+        self._last = None
+        trained = [p for p in self.parallel.model.parameters() if p.requires_grad]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._gradient_ready) for p in trained]
+
+    def _unwatch(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 def autocast(amp: Amp | None, device: str = "cpu") -> AbstractContextManager[Any]:
