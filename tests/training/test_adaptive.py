@@ -339,11 +339,11 @@ class _Scripted(Replanner):
         self.gain, self.penalty, self.asked, self.adopted = gain, penalty, 0, 0
 
     def begin(self, *args: Any, **options: Any) -> Planned:
-        return self._planned(1.0, 1.0)
+        return self._planned(100.0, 1.0)
 
     def replan(self, own: Sequence[float], exposed: float) -> Replanned:
         self.asked += 1
-        return Replanned(current=self._planned(1.0, 1.0), best=self._planned(1.0 / (1 + self.gain), self.penalty))
+        return Replanned(current=self._planned(100.0, 1.0), best=self._planned(100.0 / (1 + self.gain), self.penalty))
 
     def adopt(self, planned: Planned) -> None:
         self.adopted += 1

@@ -215,6 +215,8 @@ class Adaptation:
         self.planned, self.machines = planned, list(machines)
         self.interval = self.settings.interval
         self.timeline = Timeline()
+        self.notes: list[str] = []
+        """What the start decided."""
         self._detector = DriftDetector(self.settings, planned.own, planned.exposed)
         self._switched: int | None = None
         self._cost = 0.0
@@ -253,11 +255,14 @@ class Adaptation:
             ).to_dict()
 
         own = Adaptation(replanner, ranks, Planned.from_dict(ranks.from_first(start)), machines)
+        reason = f"the plan for {counted(len(machines), 'rank')}"
         if state is not None:
             own.timeline = Timeline(list(state["rows"]), list(state["switches"]))
             if not same:
-                reason = f"ranks are present: {counted(len(machines), 'rank')}, before {len(state['machines'])}"
+                reason = f"{counted(len(machines), 'rank')} instead of {len(state['machines'])}"
                 own.timeline.switches.append(_switch_row(step, reason, None, own.planned))
+        words = f"{own.planned.describe()}: {1e3 * own.planned.seconds:.3g} ms predicted"
+        own.notes = [f"step {step}: {reason}: {words}"]
         return own
 
     def state(self) -> dict[str, Any]:

@@ -184,6 +184,8 @@ class TrainingRun:
             for name in [] if self.low is None else self.low.uncompiled:
                 self.note(f"operators in {name} aren't compiled with the model; compilation wouldn't speed them up")
             self.training_step.net = torch.compile(self.parallel.net, options=for_this_cpu())
+        for note in [] if self.adaptation is None else self.adaptation.notes:
+            self.note(note)
         doubt = self.workload.direction_note()
         if doubt is not None:
             self.note(doubt)
