@@ -50,7 +50,7 @@ from bitwright.profiling.profiled_step import make_optimizer
 from bitwright.training import Callback
 from bitwright.training.distributed import SingleProcess
 from bitwright.training.step import MeasuredStep, TrainingStep
-from bitwright.zoo.digits import digits_split
+from bitwright.zoo.workloads import digits_split
 
 BATCH, LIMITED, SLOWER, RESTORED = 32, 5, 50, 150
 KINDS = "first,second"
@@ -83,10 +83,15 @@ class Watch(Callback):
 
     def __init__(self, path: Path) -> None:
         self.path, self.times = path, [time.perf_counter()]
+        self.facts: dict[str, Any] = {}
 
     def on_step(self, run: Any) -> None:
         self.times.append(time.perf_counter())
         self.path.write_text(str(run.step), encoding="ascii")
+
+    def on_end(self, run: Any) -> None:
+        if run.adaptation is not None:
+            self.facts = run.adaptation.facts()
 
 
 def run_rank(folder: Path, rank: int, plans: Sequence[str], seed: int, steps: int) -> None:
@@ -105,14 +110,11 @@ def run_rank(folder: Path, rank: int, plans: Sequence[str], seed: int, steps: in
             scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
             profiles = dict.fromkeys(KINDS.split(","), device)
             cluster = Cluster.of(dict.fromkeys(profiles, 1), link=Link(latency_us=100, gbit_per_s=10))
-            facts: dict[str, Any] = {}
-            watch.on_end = lambda run: facts.update(run.adaptation.facts())  # type: ignore[method-assign]
             result = Trainer(work, adaptive=ClusterReplanner(cluster, scores, profiles=profiles), **common).fit()
         else:
-            facts = {}
             result = Trainer(work, compute=Plan.from_yaml(name), **common).fit()
         times = [b - a for a, b in zip(watch.times, watch.times[1:], strict=False)]
-        found.append({"times": times, "top1": result.metrics[-1]["top1"], "notes": result.notes, "adaptive": facts})
+        found.append({"times": times, "top1": result.metrics[-1]["top1"], "notes": result.notes, "adaptive": watch.facts})
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
 
@@ -217,9 +219,16 @@ def overhead(rounds: int) -> dict[str, float]:
     torch.set_num_threads(1)
     split_ = digits_split()
     small, real = nn.Linear(1, 1, bias=False), workload(0).model
-    batches = {id(small): (torch.zeros(2, 1), torch.zeros(2, 1)), id(real): (split_.train_images[:BATCH], split_.train_labels[:BATCH])}
+    batches = {
+        id(small): (torch.zeros(2, 1), torch.zeros(2, 1)),
+        id(real): (split_.train_images[:BATCH], split_.train_labels[:BATCH]),
+    }
     steps: dict[str, tuple[TrainingStep, Any]] = {}
-    for name, kind, model in (("plain", TrainingStep, small), ("measured", MeasuredStep, small), ("step", TrainingStep, real)):
+    for name, kind, model in (
+        ("plain", TrainingStep, small),
+        ("measured", MeasuredStep, small),
+        ("step", TrainingStep, real),
+    ):
         own = copy.deepcopy(model)
         loss = F.cross_entropy if model is real else F.mse_loss
         optimizer = make_optimizer(list(own.parameters()), StepSettings())
@@ -260,8 +269,8 @@ def main() -> None:
     if chosen.part != "steps":
         data["overhead"] = cost = overhead(1000)
         lines += [
-            f"Measurement adds {1e6 * cost['added']:.1f} µs of CPU time to a step (medians of 1,000 steps of a tiny model, "
-            f"in turns), which is {100 * cost['share']:.2f} % of a step of this net ({1e3 * cost['step']:.1f} ms).",
+            f"Measurement adds {1e6 * cost['added']:.1f} µs of CPU time to a step (medians of 1,000 steps of a tiny "
+            f"model, in turns), which is {100 * cost['share']:.2f} % of a step of this net ({1e3 * cost['step']:.1f} ms).",
             "",
         ]
     if chosen.part != "overhead":
@@ -281,7 +290,8 @@ def main() -> None:
             first, slow, last = between(still, 15, 50), between(times, 60, 150), between(times, 160, chosen.steps)
             without = between(still, 60, 150)
             switches = "; ".join(
-                f"{one['step']}: {', '.join(map(str, one['batches']))}" for one in row["adaptive"]["adaptive"]["switches"]
+                f"{one['step']}: {', '.join(map(str, one['batches']))}"
+                for one in row["adaptive"]["adaptive"]["switches"]
             )
             lines.append(
                 f"| {row['seed']} | {1e3 * first:.0f} ms | {1e3 * slow:.0f} ms | {slow / best:.2f} | "

@@ -30,7 +30,7 @@ from typing import Any
 
 HERE = Path(__file__)
 STEPS, BATCH, SAVED = 63, 16, 5
-_CONF = "is_host=0,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=300"
+_CONF = "is_host=0,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=900"
 
 
 def work(out: Path, plan: Path | None, kinds: str) -> None:
@@ -72,7 +72,13 @@ class Machines:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         for number in range(count):
-            command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{count}", f"--nproc-per-node={ranks}"]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                f"--nnodes=1:{count}",
+                f"--nproc-per-node={ranks}",
+            ]
             command += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.store.port}"]
             command += ["--rdzv-id=elastic", "--local-addr=127.0.0.1", f"--rdzv-conf={_CONF}", "--monitor-interval=0.2"]
             with (self.folder / f"machine{len(self.agents)}-{number}.log").open("wb") as log:
@@ -158,7 +164,7 @@ class Snapshots(threading.Thread):
             time.sleep(0.05)
 
 
-def killed_run(folder: Path, seed: int, *, machine: bool, seconds: float = 300) -> dict[str, Any]:
+def killed_run(folder: Path, seed: int, *, machine: bool, seconds: float = 900) -> dict[str, Any]:
     """One run with a kill, and its manual restart; raises if they differ."""
     import torch
     from safetensors.torch import load_file
@@ -239,7 +245,8 @@ def main() -> None:
     for seed in range(chosen.first, chosen.first + chosen.kills):
         with tempfile.TemporaryDirectory() as folder:
             found.append(killed_run(Path(folder), seed, machine=seed % 2 == 1))
-        print(json.dumps(found[-1]), flush=True)
+        sys.stdout.write(json.dumps(found[-1]) + "\n")
+        sys.stdout.flush()
     same = sum(row["same weights"] and row["same losses"] for row in found)
     heads = list(found[0])
     lines = [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,17 +234,9 @@ def test_the_name_of_an_attempt_is_that_of_the_living() -> None:
     names: list[str] = []
     for attempt in range(3):
         store.set("bitwright/rank/2", f"dead-{attempt}")  # it presented itself and died
-        found: dict[int, str] = {}
-        threads = [
-            threading.Thread(target=lambda rank=rank: found.update({rank: agree_on_attempt(store, rank, 3)}))
-            for rank in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        assert len(found) == 3
-        assert len(set(found.values())) == 1
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(partial(agree_on_attempt, store, world=3, seconds=20), range(3)))
+        assert len(set(found)) == 1
         names.append(found[0])
     assert len(set(names)) == 3
 
@@ -440,5 +433,3 @@ def test_a_killed_run_ends_as_a_manual_restart_does(tmp_path: Path, machine: boo
     assert found["same losses"]
     assert found["ranks"] == (2 if machine else 3)
     assert sum(found["batches"]) == 3 * BATCH
-
-

@@ -97,8 +97,7 @@ def train(
         exclude("config.yaml", ours)
     else:
         exclude("a workload", {"--data": data, "--iterations": iterations})
-    if adaptive is None:
-        exclude("a run without --adaptive", {"--scores": scores})
+    exclude("a run without --adaptive", {} if adaptive else {"--scores": scores})
     callbacks: list[Callback] = [TrainReport()]
     if tensorboard or (tensorboard is None and tensorboard_problem() is None):
         callbacks.append(TensorBoard(output / "tensorboard"))
@@ -109,17 +108,15 @@ def train(
         if found is None:
             result = train_mqbench(Path(str(config)), data=data, iterations=iterations, checkpoint=init, **common)
         else:
-            keep: Any = choices.pop("keep_float", ()) if adaptive else ()
+            own: Any = {"kind": device_kind, "simulate": simulate, "backend": backend, "init": init}
+            if adaptive is not None:
+                own["adaptive"] = ClusterReplanner(adaptive, scores, keep_float=choices.pop("keep_float", ()))
             kernels = plan is not None and (plan.trains_kernels or adaptive is not None)
             result = Trainer(
                 found,
                 precision=precision if plan is None or kernels else plan,
                 compute=plan if kernels else None,
-                adaptive=None if adaptive is None else ClusterReplanner(adaptive, scores, keep_float=keep),
-                kind=device_kind,
-                simulate=simulate,
-                backend=backend,
-                init=init,
+                **own,
                 **common,
                 **choices,
             ).fit()

@@ -212,7 +212,9 @@ def _verbs(record: Record) -> Iterable[str]:
 def _ranks(found: AdaptiveRecord) -> Iterator[str]:
     """Idle shares and plan switches of an adaptive run."""
     yield "## Ranks over time"
-    yield table(["rank", "#waits"], [(name, f"{100 * idle:.0f} %") for name, idle in zip(found.ranks, found.idle, strict=True)])
+    yield table(
+        ["rank", "#waits"], [(name, f"{100 * idle:.0f} %") for name, idle in zip(found.ranks, found.idle, strict=True)]
+    )
     rows = [
         (
             str(one.step),

@@ -250,9 +250,7 @@ class Adaptation:
                 what, fix = f"{len(names)} kinds, but {counted(ranks.world, 'process')}", "name one kind for each rank"
                 raise TrainError.single(what, where="kind", value=kind, fix=fix, code="device-kind-count")
             inner = None if state is None else state["replanner"]
-            return replanner.begin(
-                workload, config, machines, samples=samples, plan=plan, state=inner
-            ).to_dict()
+            return replanner.begin(workload, config, machines, samples=samples, plan=plan, state=inner).to_dict()
 
         own = Adaptation(replanner, ranks, Planned.from_dict(ranks.from_first(start)), machines)
         reason = f"the plan for {counted(len(machines), 'rank')}"
@@ -405,4 +403,3 @@ def samples_per_step(identity: Mapping[str, Any]) -> int:
         return int(identity["samples per step"])
     parts = identity["batch per process"]
     return int(parts * identity["processes"]) if isinstance(parts, int) else sum(parts)
-

@@ -124,10 +124,10 @@ class TrainingData:
             return _sums(self.parts, _shares(left - sum(self.parts), self.parts))
         fewest = [min(_FEWEST, part) for part in self.parts]
         if left < sum(fewest):
-            room, found = left, []
+            found: list[int] = []
             for _ in self.parts:
-                found.append(min(_FEWEST, room) if room != _FEWEST + 1 else room)
-                room -= found[-1]
+                rest = left - sum(found)
+                found.append(min(_FEWEST, rest) if rest != _FEWEST + 1 else rest)
             return found
         room = [part - few for part, few in zip(self.parts, fewest, strict=True)]
         return _sums(fewest, _shares(left - sum(fewest), room))

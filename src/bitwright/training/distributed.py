@@ -251,7 +251,9 @@ def agree_on_attempt(store: Any, rank: int, world: int, *, seconds: float = 600.
                 missing.discard(other)
         if missing and time.monotonic() > until:
             ranks, fix = ", ".join(map(str, sorted(missing))), "look at the output of these processes"
-            raise TrainError.single("other ranks didn't start", where="rank", value=ranks, fix=fix, code="ranks-missing")
+            raise TrainError.single(
+                "other ranks didn't start", where="rank", value=ranks, fix=fix, code="ranks-missing"
+            )
         time.sleep(_POLL if missing else 0)
     return own
 

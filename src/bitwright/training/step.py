@@ -123,7 +123,8 @@ class MeasuredStep(TrainingStep):
         self._spent = dict.fromkeys(PHASES, 0.0)
         self._since = self._entered = self._waited = self._last_wait = 0.0
         self._begun: float | None = None
-        self._done: float | None = None
+        self._done = 0.0
+        """The time of the last gradient; 0 without one."""
         self._last: Tensor | None = None
         self._hooks: list[Any] = []
         self._enter = self.parallel.model.register_forward_pre_hook(self._forward_begins)
@@ -139,7 +140,7 @@ class MeasuredStep(TrainingStep):
         result = super().run(batches, count)
         if self.skipped < _SETTLING or not known:
             self.skipped += 1
-        elif self._done is not None:
+        elif self._done:
             own = self._since - begun - self._waited
             self.rows.append([own, self._last_wait, period, *self._spent.values()])
         return result
@@ -170,9 +171,9 @@ class MeasuredStep(TrainingStep):
 
     def run_backward(self, loss: Tensor) -> None:
         """The backward pass; the wait after the last gradient is no work of this rank."""
-        self._done = None
+        self._done = 0.0
         super().run_backward(loss)
-        if self._done is None:  # another graph than before: find its last gradient
+        if not self._done:  # another graph than before: find its last gradient
             self._watch_all()
             return
         self._last_wait = time.perf_counter() - self._done
