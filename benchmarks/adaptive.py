@@ -114,7 +114,9 @@ def run_rank(folder: Path, rank: int, plans: Sequence[str], seed: int, steps: in
         else:
             result = Trainer(work, compute=Plan.from_yaml(name), **common).fit()
         times = [b - a for a, b in zip(watch.times, watch.times[1:], strict=False)]
-        found.append({"times": times, "top1": result.metrics[-1]["top1"], "notes": result.notes, "adaptive": watch.facts})
+        found.append(
+            {"times": times, "top1": result.metrics[-1]["top1"], "notes": result.notes, "adaptive": watch.facts}
+        )
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
 
@@ -136,6 +138,7 @@ def train(
             more = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
             ranks.start(command, MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", **more)
         groups: list[Path] = []
+        period = max(20_000, int(2_000 / quota))  # the smallest quota is 1 ms
 
         def reached(step: int) -> None:
             until = time.monotonic() + limit
@@ -147,13 +150,13 @@ def train(
         reached(LIMITED)
         for number, process in enumerate(ranks.processes):
             share = quota if events or number == 0 else quota / 2
-            groups += ranks.limit(process, cores=share, period=20_000)
+            groups += ranks.limit(process, cores=share, period=period)
         if len(groups) < 2:
             raise SystemExit("this benchmark needs CPU quotas (cgroup v1, as root)")
         if events:
             for step, share in ((SLOWER, quota / 2), (RESTORED, quota)):
                 reached(step)
-                (groups[1] / "cpu.cfs_quota_us").write_text(str(int(20_000 * share)), encoding="ascii")
+                (groups[1] / "cpu.cfs_quota_us").write_text(str(int(period * share)), encoding="ascii")
         codes = ranks.wait(limit)
         if any(codes) or None in codes:
             raise SystemExit(f"ranks ended with {codes}; None: not within {limit} s")
@@ -270,7 +273,7 @@ def main() -> None:
         data["overhead"] = cost = overhead(1000)
         lines += [
             f"Measurement adds {1e6 * cost['added']:.1f} µs of CPU time to a step (medians of 1,000 steps of a tiny "
-            f"model, in turns), which is {100 * cost['share']:.2f} % of a step of this net ({1e3 * cost['step']:.1f} ms).",
+            f"model, in turns), {100 * cost['share']:.2f} % of a step of this net ({1e3 * cost['step']:.1f} ms).",
             "",
         ]
     if chosen.part != "overhead":

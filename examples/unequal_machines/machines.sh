@@ -84,9 +84,10 @@ torchrun_on() { # MACHINE NODES COMMAND…
     --rdzv-conf "is_host=$host,last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3" -m bitwright "$@"
 }
 
-finish() { # wait for the machines; all must succeed
-  for i in 0 1 2; do
+finish() { # wait for the machines that run; all must succeed
+  for i in "${!pids[@]}"; do
     wait "${pids[$i]}" || { tail -n 30 "$out/machine$i.log" >&2; exit 1; }
+    unset "pids[$i]"
   done
 }
 
@@ -98,6 +99,7 @@ until_step() { # wait until the training has reached this step
     sleep 0.2
   done
   echo "the training ended before step $1" >&2
+  return 1
 }
 
 separate=true
@@ -136,21 +138,25 @@ train_on() {
 for i in 0 1 2; do train_on "$i"; done
 
 # 4. The machines change.
-until_step "${events[0]}"
-quota 0 $((${cpus[0]} / 2))
-echo "machine 0 has half of its CPU"
-until_step "${events[1]}"
-quota 0 "${cpus[0]}"
-echo "machine 0 has its CPU again"
-until_step "${events[2]}"
-kill -9 -- "-${pids[2]}" 2>/dev/null || true
-if $separate; then xargs -r kill -9 <"$cpu/$name-2/cgroup.procs" 2>/dev/null || true; fi
-pkill -9 -s "${pids[2]}" 2>/dev/null || true
-wait "${pids[2]}" 2>/dev/null || true
-echo "machine 2 is dead"
-until_step $((${events[2]} + 15))
-train_on 2
-echo "machine 2 joins again"
+if until_step "${events[0]}"; then
+  quota 0 $((${cpus[0]} / 2))
+  echo "machine 0 has half of its CPU"
+fi
+if until_step "${events[1]}"; then
+  quota 0 "${cpus[0]}"
+  echo "machine 0 has its CPU again"
+fi
+if until_step "${events[2]}"; then
+  if $separate; then xargs -r kill -9 <"$cpu/$name-2/cgroup.procs" 2>/dev/null || true; fi
+  pkill -9 -s "${pids[2]}" 2>/dev/null || true
+  wait "${pids[2]}" 2>/dev/null || true
+  unset "pids[2]"
+  echo "machine 2 is dead"
+  if until_step $((${events[2]} + 15)); then
+    echo "machine 2 joins again"
+    train_on 2
+  fi
+fi
 finish
 sed -n 's/.*\(step [0-9]*: .*\)/\1/p' "$out/machine0.log" | sort -u | tail -n 20
 echo "report: $out/run/report.html"

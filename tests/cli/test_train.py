@@ -134,3 +134,28 @@ def test_batches_are_put_together_for_timing() -> None:
     assert first["k"].tolist() == 1
     assert len(second["x"]) >= 5
     assert [len(x) for x in regrouped([torch.ones(8, 1)], 4)] == [8]
+
+
+def test_adaptive_runs_plan_by_themselves_and_continue_with_a_fixed_plan(tmp_path: Path) -> None:
+    paced = f"{Path(__file__).parents[1] / 'support' / 'paced.py'}:main_workload"
+    run("profile", paced, "--published", "nvidia-t4", "--kernel", "int8", "--batch", 16, "-o", tmp_path / "device.json")
+    cluster, scores, out = tmp_path / "cluster.yaml", tmp_path / "scores.json", tmp_path / "out"
+    cluster.write_text("bitwright_cluster: 1\ndevices:\n  a: {profile: device.json}\n")
+    run("score", paced, "--indicator", "gradient-variance", "--formats", "int8", "-o", scores)
+    common = ("train", paced, "--no-tensorboard", "-o", out)
+    run(*common, "--scores", scores, code=2)
+    assert not out.exists()
+    adaptive = ("--adaptive", cluster, "--scores", scores, "--keep-float", "first", "--batch", 16, "--lr", "0.05")
+    words = run(*common, *adaptive).stderr
+    assert "the plan for 1 rank: a 16" in words
+    facts = json.loads((out / "result.json").read_text())
+    assert facts["batches"] == [16]
+    assert facts["adaptive"]["sections"] == ["a"]
+    assert 'id="ranks"' in (out / "report.html").read_text()
+    # the same plan, without adaptation
+    run(*common, "--plan", out / "plan.yaml", "--device-kind", "a", "--lr", "0.05")
+    other = "bitwright: 1\ndevices: {a: {batch: 8}}\n"
+    (tmp_path / "other.yaml").write_text(other)
+    result = CliRunner().invoke(app, [*map(str, common), "--plan", str(tmp_path / "other.yaml"), "--lr", "0.05"])
+    assert result.exit_code != 0
+    assert "samples per step" in result.output

@@ -309,6 +309,29 @@ def test_a_given_plan_is_the_first_one() -> None:
         _begun(["b", "a"], plan=Plan(compute={"first": ComputeSpec(format="bf16")}))
 
 
+def test_uncertain_profiles_say_nothing_about_batches(caplog: pytest.LogCaptureFixture) -> None:
+    work = workload()
+    planner = replanner(work)
+    assert planner.profiles is not None
+    known = planner.profiles["b"]
+    noisy = [
+        cost.model_copy(
+            update={
+                "forward": cost.forward.model_copy(update={"seconds": 50 * cost.forward.seconds, "low": 0, "high": 1})
+            }
+        )
+        for cost in known.operators
+    ]
+    planner.profiles = {"a": known, "b": known.model_copy(update={"operators": noisy})}
+    options: dict[str, Any] = {"samples": None, "plan": None, "state": None}
+    first = planner.begin(work, TrainConfig(batch=BATCH), ["a", "b"], **options)
+    assert first.batches == (BATCH, BATCH)
+    assert first.low == [0, 0]
+    assert "the times of b are uncertain" in caplog.text
+    slow = planner.replan([0.1, 0.3], 0.001)
+    assert slow.best.batches in [(23, 9), (24, 8), (25, 7)]
+
+
 def test_unknown_kinds_of_machines_are_reported() -> None:
     with raises_problem("unknown-device-kind", where="kind"):
         _begun(["a", "c"])

@@ -97,7 +97,7 @@ def train(
         exclude("config.yaml", ours)
     else:
         exclude("a workload", {"--data": data, "--iterations": iterations})
-    exclude("a run without --adaptive", {} if adaptive else {"--scores": scores})
+    require("--adaptive", adaptive or scores is None, "--adaptive cluster.yaml, to which --scores belong")
     callbacks: list[Callback] = [TrainReport()]
     if tensorboard or (tensorboard is None and tensorboard_problem() is None):
         callbacks.append(TensorBoard(output / "tensorboard"))

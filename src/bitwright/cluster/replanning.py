@@ -23,7 +23,7 @@ from bitwright.core.errors import PlanError, Problem, TrainError, did_you_mean
 from bitwright.core.tensor_tree import batch_size
 from bitwright.graph import capture
 from bitwright.plan import Device, Plan
-from bitwright.profiling.device_profile import DeviceProfile
+from bitwright.profiling.device_profile import DeviceProfile, step_uncertainty
 from bitwright.profiling.profiled_step import WorkloadStep
 from bitwright.sensitivity import OperatorScores, spec_of
 from bitwright.training.adaptive import DriftSettings, Planned, Replanned, Replanner
@@ -36,6 +36,7 @@ log = getLogger("bitwright")
 _LINK = (1 / 64, 4096.0)  # how much faster or slower than its profile a link can be
 _HALVINGS = 30
 _LEAST = 1e-9  # seconds
+_DOUBTFUL = 0.5  # relative uncertainty of a profile that says nothing about batches and formats
 
 
 @strict
@@ -70,6 +71,7 @@ class ClusterReplanner(Replanner):
         self.link = 1.0
         self._machines: list[str] = []
         self._channels_last = False
+        self._measures_first = False
         self._model: ClusterCostModel | None = None
         self._current: Allocation | None = None
         self._other: Allocation | None = None
@@ -99,7 +101,10 @@ class ClusterReplanner(Replanner):
             resolved = replace(plan, backend=None).resolve(capture(workload.model, workload.inputs))
         self._model = self._cost_model(workload, config, samples)
         self._rescale()
-        self._current = self._best() if resolved is None else self._allocation_of(resolved)
+        if resolved is not None:
+            self._current = self._allocation_of(resolved)
+        else:
+            self._current = self._equal() if self._measures_first and state is None else self._best()
         return self._planned(self._current)
 
     def _kinds(self, machines: Sequence[str | None]) -> list[str]:
@@ -155,17 +160,23 @@ class ClusterReplanner(Replanner):
         known = {kind: with_collectives(profile, world) for kind, profile in known.items()}
         profiles = {section: known[kind] for section, kind in zip(self.sections, self._machines, strict=True)}
         step = WorkloadStep.of(workload, config.batch, channels_last=config.channels_last)
+        graph = step.record()
+        doubtful = [kind for kind, profile in known.items() if step_uncertainty(profile, graph) > _DOUBTFUL]
+        self._measures_first = bool(doubtful)
+        if doubtful:
+            words = "operators stay float, and batches are equal until steps are measured; profile on an idle machine"
+            log.warning("the times of %s are uncertain by more than 50 %%: %s", ", ".join(doubtful), words)
         formats = sorted({format for own in self.penalties.values() for format in own if format != FLOAT})
         with explain_batch_mismatch(known, batch_size(step.batch)):
             return ClusterCostModel(
-                step.record(),
+                graph,
                 profiles,
                 self.cluster.only(devices),
                 self.penalties,
-                {format: spec_of(format) for format in formats},
+                {} if doubtful else {format: spec_of(format) for format in formats},
                 settings=step_settings(config),
                 keep_float=self.keep_float,
-                smaller=step.record_half(),
+                smaller=None if doubtful else step.record_half(),
                 samples=samples,
             )
 
@@ -179,6 +190,14 @@ class ClusterReplanner(Replanner):
 
     def _best(self) -> Allocation:
         return recover_and_split(self.model) if self.model.operators else dynamic_batching(self.model)
+
+    def _equal(self) -> Allocation:
+        """Everything in float, with batches that differ by one sample at most."""
+        each, more = divmod(self.model.samples, len(self.sections))
+        batches = {section: each + (number < more) for number, section in enumerate(self.sections)}
+        return allocation(
+            self.model, {section: dict.fromkeys(self.model.operators, FLOAT) for section in batches}, batches
+        )
 
     def _allocation_of(self, plan: Plan) -> Allocation:
         """The formats and batches of a given plan, whose sections are those of ranks or of kinds."""
