@@ -322,7 +322,8 @@ class Adaptation:
         if not all(row[3] > 0 for row in rows):
             return []
         self._costs = [*self._costs[-4:], min(row[0] for row in rows)]  # the last rank to arrive doesn't wait
-        if len(self._costs) > 4 and statistics.median(self._costs) > _SHARE * self.interval * period:
+        # the smallest one: others contain pauses of a CPU quota, which steps have as well
+        if len(self._costs) > 4 and min(self._costs) > _SHARE * self.interval * period:
             self.interval, self._costs = min(2 * self.interval, 20 * self.settings.interval), []
         return [row[1:] for row in rows]
 
