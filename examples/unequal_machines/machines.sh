@@ -3,7 +3,8 @@
 # usage: machines.sh [WORKLOAD] [FOLDER]; EPOCHS, BATCH, ROUNDS, RATE, DELAY, CPUS and EVENTS choose how (see below).
 #
 # Each machine is a network namespace with an address of its own, a link with a rate (and a delay, where the kernel has
-# netem), and a CPU quota (cgroup v1). This needs root. Without it, the same runs on 127.0.0.1 without limits.
+# netem), and a CPU quota (cgroup v1). This needs root. Without it, or with PLAIN=1, the same runs on 127.0.0.1 without
+# limits.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -19,6 +20,7 @@ out=$(cd "$out" && pwd)
 pids=()
 
 machines_up() { # a switch in a namespace of its own, and a cable to each machine
+  [ -z "${PLAIN:-}" ] || return 1
   ip netns add "$name-switch" 2>/dev/null || return 1
   ip netns exec "$name-switch" ip link add switch type bridge || return 1
   ip netns exec "$name-switch" ip link set switch up
@@ -81,7 +83,7 @@ torchrun_on() { # MACHINE NODES COMMAND…
   if $separate; then meeting=10.77.0.1; fi
   on "$i" "$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node 1 --max-restarts 5 --rdzv-backend c10d --rdzv-id "$1$nodes" \
     --rdzv-endpoint "$meeting:${PORT:-29471}" --local-addr "$address" --monitor-interval 0.5 \
-    --rdzv-conf "is_host=$host,last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3" -m bitwright "$@"
+    --rdzv-conf "is_host=$host,last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5,read_timeout=300" -m bitwright "$@"
 }
 
 finish() { # wait for the machines that run; all must succeed

@@ -30,7 +30,7 @@ from typing import Any
 
 HERE = Path(__file__)
 STEPS, BATCH, SAVED = 63, 16, 5
-_CONF = "is_host=0,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=900"
+_CONF = "is_host=0,last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=5,join_timeout=900,read_timeout=600"
 
 
 def work(out: Path, plan: Path | None, kinds: str) -> None:
