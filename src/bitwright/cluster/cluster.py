@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, model_validator
 
 from bitwright.cluster.memory import RESERVE, MemoryLimit
 from bitwright.core.arguments import reject_unknown, strict
@@ -23,6 +23,35 @@ class Link(Strict):
 
     latency_us: float = Field(default=0.0, ge=0, le=1e9, description="Latency of one message, in microseconds.")
     gbit_per_s: float = Field(ge=1e-6, le=1e9, description="Bandwidth, in gigabits per second.")
+
+    @property
+    def seconds(self) -> float:
+        """Latency in seconds."""
+        return self.latency_us * 1e-6
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """The inverse of the bandwidth."""
+        return 8e-9 / self.gbit_per_s
+
+
+def ring(world: int, link: Link) -> tuple[float, float]:
+    """Seconds of latency and seconds per byte of a ring all-reduce.
+
+    It has 2·(world - 1) rounds, and each sends a part of 1/world of the bytes.
+
+    >>> ring(4, Link(latency_us=10, gbit_per_s=8))
+    (6e-05, 1.5e-09)
+    """
+    return 2 * (world - 1) * link.seconds, 2 * (world - 1) / world * link.seconds_per_byte
+
+
+@strict
+class Nodes(Strict):
+    """Machines with several devices each, which a faster link connects."""
+
+    devices: int = Field(ge=2, le=100_000, description="Devices of each machine.")
+    link: Link = Field(description="The link within a machine. Other links are those between machines.")
 
 
 class DeviceKind(Strict):
@@ -67,8 +96,26 @@ class Cluster(Strict):
         lt=1,
         description="Share of each device's memory that plans leave free, because predictions have errors.",
     )
+    nodes: Nodes | None = Field(default=None, description="Machines with several devices of one kind each.")
+    all_reduce: Literal["ring", "hierarchical"] = Field(
+        default="ring",
+        description="`hierarchical` reduces within machines first, then between them; it needs `nodes`.",
+    )
     devices: dict[DeviceName, DeviceKind] = Field(min_length=1)
     _folder: Path = PrivateAttr(default=Path())
+
+    @model_validator(mode="after")
+    def _whole_nodes(self) -> Cluster:
+        if self.nodes is None:
+            if self.all_reduce == "hierarchical":
+                raise ValueError("all_reduce: hierarchical needs `nodes`")
+            return self
+        part = [name for name, kind in self.devices.items() if kind.count % self.nodes.devices]
+        if part:
+            raise ValueError(
+                f"{', '.join(part)}: `count` must be a multiple of the {self.nodes.devices} devices of a node"
+            )
+        return self
 
     @property
     def folder(self) -> Path:
@@ -172,6 +219,16 @@ class Cluster(Strict):
             raise PlanError(problems, title="the cluster's profiles have problems")
         return found
 
+    def _over_links(self, operation: str, link: Link, world: int) -> tuple[float, float]:
+        """Seconds of latency and seconds per byte of a collective over these links."""
+        if operation != "all_reduce":
+            return link.seconds, link.seconds_per_byte
+        if self.nodes is None or self.all_reduce == "ring":
+            return ring(world, link)  # one ring crosses each machine's link once
+        inside = ring(min(self.nodes.devices, world), self.nodes.link)
+        between = ring(max(1, world // self.nodes.devices), link)  # the devices of a machine share its link
+        return inside[0] + between[0], inside[1] + between[1]
+
     def memory_limit(self, kind: str, profile: DeviceProfile) -> MemoryLimit | None:
         """The memory limit of a kind: from this file, otherwise from the profile; None if neither has one."""
         own = self.devices[kind]
@@ -191,15 +248,17 @@ class Cluster(Strict):
         ]
         links = [kind.link or self.link for kind in self.devices.values()]
         if all(link is not None for link in links):
-            latency = max(link.latency_us for link in links if link) * 1e-6
-            per_byte = 8e-9 / min(link.gbit_per_s for link in links if link)
-            rounds, share = (2 * (world - 1), 2 * (world - 1) / world) if operation == "all_reduce" else (1, 1.0)
+            slowest = Link(
+                latency_us=max(link.latency_us for link in links if link),
+                gbit_per_s=min(link.gbit_per_s for link in links if link),
+            )
+            latency, per_byte = self._over_links(operation, slowest, world)
             return CollectiveCost(
                 operation=operation,  # type: ignore[arg-type]
                 backend=self.backend,
                 world=world,
-                latency=rounds * latency,
-                per_byte=share * per_byte,
+                latency=latency,
+                per_byte=per_byte,
             )
         same = [cost for cost in measured if cost.world == world]
         if same:

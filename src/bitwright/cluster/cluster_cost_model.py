@@ -163,8 +163,8 @@ class ClusterCostModel:
     def _low(self, assignment: Assignment) -> _Low:
         return tuple((op, f) for op in self.operators if (f := assignment.get(op, FLOAT)) != FLOAT)
 
-    def _lane(self, kind: str, assignment: Assignment, batch: int) -> Lane:
-        """Cached: planners ask for the same plans several times."""
+    def lane(self, kind: str, assignment: Assignment, batch: int) -> Lane:
+        """The work of one such device. Cached: planners ask for the same plans several times."""
         key = (kind, self._low(assignment), batch)
         if key not in self._lanes:
             local, small = self._local(kind, assignment, self.batch), self.predictor.smaller.get(kind)
@@ -176,7 +176,7 @@ class ClusterCostModel:
 
     def work(self, kind: str, assignment: Assignment, batch: int) -> float:
         """Seconds of the device's own computation."""
-        lane = self._lane(kind, assignment, batch)
+        lane = self.lane(kind, assignment, batch)
         return lane.computing + lane.tail
 
     def step(self, plans: Plans, batches: Mapping[str, int]) -> float:
@@ -184,9 +184,14 @@ class ClusterCostModel:
         return self._replay(plans, batches).period
 
     def _replay(self, plans: Plans, batches: Mapping[str, int]) -> StepReplay:
-        lanes = [self._lane(kind, plans[kind], batches[kind]) for kind in self.kinds]
+        lanes = [self.lane(kind, plans[kind], batches[kind]) for kind in self.kinds]
+        return replay(lanes, *self.collectives)
+
+    @property
+    def collectives(self) -> tuple[list[float], float]:
+        """Seconds of the collective of each bucket, and of the one before the forward pass."""
         sent = [self._link * seconds for seconds in self.predictor.collectives]
-        return replay(lanes, sent, self._link * self.predictor.first)
+        return sent, self._link * self.predictor.first
 
     def step_shares(self, plans: Plans, batches: Mapping[str, int]) -> tuple[dict[str, float], float, float]:
         """Seconds that each kind computes, that the last device waits for messages, and of the whole step."""

@@ -23,8 +23,9 @@ from bitwright.core.registry import KERNELS
 from bitwright.graph import Graph, Op
 from bitwright.plan.plan import Device, Plan
 from bitwright.plan.schema import FLOAT, ComputeSpec
+from bitwright.profiling.execution import Cast, Execution, OperatorUnderPlan
 
-__all__ = ["MapperSummary", "load_mapper", "plan_of_mapper", "summarize_mapper"]
+__all__ = ["QSYNC_FORMATS", "MapperSummary", "QSyncExecution", "load_mapper", "plan_of_mapper", "summarize_mapper"]
 
 BITS = (8, 16, 19, 32)
 """The bit widths of a mapper; 19 means TF32, which PyTorch sets for the whole process."""
@@ -179,6 +180,35 @@ def _runs(kind: str, bits: int) -> int:
     if bits == 19:
         return 32
     return bits if bits > 8 or kind in (*_INTEGER, "module") else 16
+
+
+class QSyncExecution:
+    """How QSync runs operators on a GPU, for predictions: results keep their type, casts are where types differ.
+
+    Layers with 16 bits read and write float16. Integer layers read INT8 and write float32, and their gradients have 16
+    bits. Layers without low precision cast their inputs to float32; operators that are not layers run in the type that
+    they get. Register it in `bitwright.profiling.IMPLEMENTATIONS` to predict a mapper as QSync runs it, with the costs
+    of `derived_profile`.
+    """
+
+    def execution(self, operator: OperatorUnderPlan) -> Execution | None:
+        """The operator with casts of its weights."""
+        kind = operator.call.kind
+        spec = operator.plan.compute.get(operator.name)
+        format = FLOAT if spec is None else spec.format
+        if format == "fp16":
+            weights = () if kind not in _INTEGER else (Cast("weight", "float32→float16", weight=True),)
+            return Execution(QSYNC_FORMATS[0], weights, takes="float16", gives="float16")
+        if format == "int8":
+            weights = (Cast("weight", "float32→int8", weight=True),)
+            return Execution(QSYNC_FORMATS[1], weights, takes="int8", gives="float32")
+        if kind in (*_INTEGER, "embedding", "layer_norm", "batch_norm"):
+            return Execution("float32", takes="float32", gives="float32")
+        return None
+
+
+QSYNC_FORMATS = ("qsync fp16", "qsync int8")
+"""The formats of layers that `QSyncExecution` runs."""
 
 
 class _Layers:

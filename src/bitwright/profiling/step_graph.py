@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -322,6 +324,72 @@ def record_step(
         buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
         input_bytes=sum(t.numel() * t.element_size() for _, t in tensors_in((inputs, target))),
         samples=batch_size(inputs),
+    )
+
+
+def extrapolate(small: StepGraph, large: StepGraph, samples: int) -> StepGraph:
+    """The step with another batch size, from two recorded ones: all sizes grow linearly with the batch.
+
+    This gives the step of a batch that is too large for this machine. It needs no data and no time.
+    """
+    share = Fraction(samples - small.samples, large.samples - small.samples or 1)
+    if small.samples == large.samples:
+        raise BitwrightError(
+            "both steps have the same batch size",
+            where="large",
+            value=large.samples,
+            fix="record the second step with another batch size",
+            code="invalid-value",
+        )
+
+    def number(low: int, high: int) -> int:
+        value = low + (high - low) * share
+        if value.denominator != 1 or value < 0:
+            what = "a size isn't proportional to the batch"
+            fix = "choose a batch size at the same distance as those of the recorded steps"
+            raise BitwrightError(what, where="samples", value=samples, fix=fix, code="invalid-value")
+        return int(value)
+
+    def join(low: Any, high: Any) -> Any:
+        if type(low) is not type(high):
+            raise _other_steps(low, high)
+        if isinstance(low, bool) or not isinstance(low, (int, str, tuple, dict)):
+            if is_dataclass(low) and not isinstance(low, type):
+                own = {one.name: join(getattr(low, one.name), getattr(high, one.name)) for one in fields(low)}
+                return replace(low, **own)
+            if low != high:
+                raise _other_steps(low, high)
+            return low
+        if isinstance(low, int):
+            return number(low, high)
+        if isinstance(low, str):
+            return low if low == high else _joined_text(low, high, number)
+        if len(low) != len(high):
+            raise _other_steps(low, high)
+        if isinstance(low, tuple):
+            return tuple(join(a, b) for a, b in zip(low, high, strict=True))
+        return {key: join(value, high.get(key)) for key, value in low.items()}
+
+    joined: StepGraph = join(small, large)
+    return joined
+
+
+def _joined_text(low: str, high: str, number: Callable[[int, int], int]) -> str:
+    """Join two texts that differ in their numbers, such as the arguments of a call."""
+    words, others = re.split(r"(\d+)", low), re.split(r"(\d+)", high)
+    if words[::2] != others[::2]:
+        raise _other_steps(low, high)
+    pairs = enumerate(zip(words, others, strict=True))
+    return "".join(a if index % 2 == 0 else str(number(int(a), int(b))) for index, (a, b) in pairs)
+
+
+def _other_steps(low: object, high: object) -> BitwrightError:
+    return BitwrightError(
+        "the steps differ in more than their batch size",
+        where="large",
+        value=f"{str(low)[:80]} and {str(high)[:80]}",
+        fix="record both steps with the same model, loss and settings",
+        code="different-steps",
     )
 
 
