@@ -19,9 +19,8 @@ from bitwright.cluster.cost_model import largest_batch
 from bitwright.cluster.data_parallel import Lane
 from bitwright.cluster.planners import Allocation, all_float, dynamic_batching, one_format, recover, recover_and_split
 from bitwright.core.arguments import strict
-from bitwright.core.display import BAR_HEIGHT, Chart, Summarized, Table, bar, svg
+from bitwright.core.display import BAR_HEIGHT, Chart, Progress, Summarized, Table, bar, svg
 from bitwright.core.errors import BitwrightError
-from bitwright.core.progress import Progress
 
 __all__ = ["Disruptions", "Policy", "PolicyResult", "Simulation", "period_of_states", "simulate_training"]
 
