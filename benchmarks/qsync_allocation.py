@@ -99,19 +99,7 @@ def rows_of(name: str, folder: Path, steps: Steps) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mappers", type=Path, required=True, help="the folder of the published mappers")
-    parser.add_argument("--graphs", type=Path, help="keep the recorded steps in this folder")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--output", type=Path, help="write the rows as JSON here, and not to results/")
-    chosen = parser.parse_args()
-    IMPLEMENTATIONS.register("qsync", QSyncExecution())
-    steps = Steps(chosen.graphs)
-    rows = [row for name in chosen.models for row in rows_of(name, chosen.mappers, steps)]
-    if chosen.output is not None:
-        write_text(chosen.output.with_suffix(".json"), json.dumps({"rows": rows}))
-        return
+def report(rows: list[dict[str, Any]]) -> None:
     good = sum(
         row["ours"]["seconds"] <= row["theirs"]["seconds"] * (1 + 1e-9)
         and row["ours"]["penalty"] < row["theirs"]["penalty"]
@@ -136,6 +124,22 @@ def main() -> None:
     save("qsync_allocation", {"environment": environment(), "rows": rows}, "\n".join(lines))
     if good < len(rows):
         raise SystemExit(f"{len(rows) - good} mappers are better than our plans")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mappers", type=Path, required=True, help="the folder of the published mappers")
+    parser.add_argument("--graphs", type=Path, help="keep the recorded steps in this folder")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--output", type=Path, help="write the rows as JSON here, and not to results/")
+    chosen = parser.parse_args()
+    IMPLEMENTATIONS.register("qsync", QSyncExecution())
+    steps = Steps(chosen.graphs)
+    rows = [row for name in chosen.models for row in rows_of(name, chosen.mappers, steps)]
+    if chosen.output is not None:
+        write_text(chosen.output.with_suffix(".json"), json.dumps({"rows": rows}))
+        return
+    report(rows)
 
 
 if __name__ == "__main__":
