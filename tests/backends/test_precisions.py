@@ -62,7 +62,9 @@ def test_quantizing_precisions_are_those_of_quantize() -> None:
 def test_training_and_predictions_follow_it(name: str) -> None:
     work = load_workload("digits-untrained")
     device = profile(work, plans=[name], published="nvidia-t4", batch=8)
-    assert predict(work, device, name, batch=8).seconds < predict(work, device, batch=8).seconds
+    low, plain = predict(work, device, name, batch=8), predict(work, device, batch=8)
+    assert low.devices[0].stood_in == 0
+    assert low.seconds > 1.1 * plain.seconds  # in a network this small, casts cost more than the kernels gain
     run = Trainer(work, precision=name, config=TrainConfig(batch=512)).fit()
     assert run.notes[0] == "of 19 operators, 5 in int8, 6 in fp16; all others in float"
     with pytest.raises(BitwrightError):

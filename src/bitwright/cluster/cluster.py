@@ -40,8 +40,9 @@ def ring(world: int, link: Link) -> tuple[float, float]:
 
     It has 2·(world - 1) rounds, and each sends a part of 1/world of the bytes.
 
-    >>> ring(4, Link(latency_us=10, gbit_per_s=8))
-    (6e-05, 1.5e-09)
+    >>> latency, per_byte = ring(4, Link(latency_us=10, gbit_per_s=8))
+    >>> f"{1e6 * latency:.0f} us, {1e9 * per_byte:.1f} ns"
+    '60 us, 1.5 ns'
     """
     return 2 * (world - 1) * link.seconds, 2 * (world - 1) / world * link.seconds_per_byte
 

@@ -255,7 +255,8 @@ def period_of_states(groups: Groups, collectives: Sequence[float], first: float 
 
 
 def _latest(values: Array, present: NDArray[np.bool_]) -> Array:
-    return np.max(np.where(present, values, -np.inf), axis=1)
+    found: Array = np.max(np.where(present, values, -np.inf), axis=1)
+    return found
 
 
 def _step(groups: Groups, collectives: Sequence[float], first: float, starts: Array) -> Array:
