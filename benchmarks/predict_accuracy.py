@@ -44,8 +44,7 @@ from bitwright.profiling.microbenchmarks import measure_tensors
 from bitwright.profiling.overhead import measure_host
 from bitwright.profiling.profiled_step import CLOCKS, TimedStep, restricted
 from bitwright.profiling.profiler import assemble, compiler_bytes, peak_resident_bytes
-from bitwright.profiling.step_timer import StepTimer
-from bitwright.profiling.timing import gc_disabled, timer_overhead
+from bitwright.profiling.step_timer import StepTimer, gc_disabled, timer_overhead
 from bitwright.quantizers import prepare
 from bitwright.sensitivity import spec_of
 from bitwright.training import Qat

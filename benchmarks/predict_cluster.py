@@ -43,8 +43,7 @@ from bitwright.profiling.microbenchmarks import measure_tensors
 from bitwright.profiling.overhead import Collectives, group_fact, measure_group, measure_host
 from bitwright.profiling.profiled_step import CLOCKS, TimedStep
 from bitwright.profiling.profiler import assemble, pauses
-from bitwright.profiling.step_timer import StepTimer
-from bitwright.profiling.timing import gc_disabled, timer_overhead
+from bitwright.profiling.step_timer import StepTimer, gc_disabled, timer_overhead
 from bitwright.training import Qat
 from bitwright.training.distributed import leave_group
 from bitwright.zoo import ResNet20

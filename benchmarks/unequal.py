@@ -42,7 +42,7 @@ from bitwright.plan import ComputeSpec
 from bitwright.profiling import DeviceProfile, StepSettings, Variant, halves, open_store, profile_variants, record_step
 from bitwright.profiling.overhead import group_fact, measure_collectives, measure_group
 from bitwright.profiling.profiled_step import TimedStep
-from bitwright.profiling.timing import gc_disabled
+from bitwright.profiling.step_timer import gc_disabled
 from bitwright.training.distributed import leave_group
 from bitwright.zoo.data import data_folder, npz_images
 

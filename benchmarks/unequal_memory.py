@@ -43,7 +43,7 @@ from bitwright.profiling import DeviceProfile, StepSettings, Variant, open_store
 from bitwright.profiling.overhead import group_fact, measure_collectives, measure_group
 from bitwright.profiling.profiled_step import TimedStep
 from bitwright.profiling.profiler import peak_resident_bytes, training_peak
-from bitwright.profiling.timing import gc_disabled
+from bitwright.profiling.step_timer import gc_disabled
 from bitwright.training.distributed import leave_group
 
 BATCH, LENGTH, LAYERS, WORDS = 72, 128, 12, 1000

@@ -16,12 +16,20 @@ import torch.nn.functional as F
 from blendcnn import BlendCNN, scores
 from torch import Tensor
 
-from bitwright.core.arrays import read_tensors
-from bitwright.core.documents import read_text
+from bitwright.core.documents import read_tensors, read_text
 from bitwright.core.errors import WorkloadError
 from bitwright.workload import Workload
-from bitwright.zoo.data import data_folder, existing, load_weights, whole
-from bitwright.zoo.text import Pairs, Vocabulary, Words, encode_pairs, split_words
+from bitwright.zoo.data import (
+    Pairs,
+    Vocabulary,
+    Words,
+    data_folder,
+    encode_pairs,
+    existing,
+    load_weights,
+    split_words,
+    whole,
+)
 
 __all__ = ["SentencePair", "WordPieces", "blendcnn_mrpc", "read_pairs"]
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from bitwright import Workload
 from bitwright.core.errors import WorkloadError
 from bitwright.deployment.checkpoint import checkpoint_file
-from bitwright.zoo.data import load_weights, whole
-from bitwright.zoo.text import Pairs, Words, description_pairs, encode_pairs
+from bitwright.zoo.data import Pairs, Words, description_pairs, encode_pairs, load_weights, whole
 
 RUN = "BLENDCNN_FLOAT"
 EMBEDDINGS = os.environ.get("BLENDCNN_EMBEDDINGS", "words")  # or minilm

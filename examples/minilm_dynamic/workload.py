@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 from bitwright import Workload
-from bitwright.core.arrays import read_tensors
-from bitwright.zoo.data import data_folder
-from bitwright.zoo.text import description_pairs
+from bitwright.core.documents import read_tensors
+from bitwright.zoo.data import data_folder, description_pairs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "blendcnn_mrpc"))
 from mrpc import read_pairs

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from bitwright import TuneConfig, Workload
-from bitwright.core.arrays import read_tensors
+from bitwright.core.documents import read_tensors
 from bitwright.core.errors import PlanError, WorkloadError
 from bitwright.deployment.checkpoint import checkpoint_file
 from bitwright.importers.lpot.workload import LpotData

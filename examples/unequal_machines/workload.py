@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from bitwright import Workload
-from bitwright.zoo.text import Words, description_pairs, encode_pairs
+from bitwright.zoo.data import Words, description_pairs, encode_pairs
 from bitwright.zoo.workloads import digits_split
 
 LENGTH = 48  # tokens of a pair

@@ -18,8 +18,7 @@ from bitwright.profiling.microbenchmarks import measure_tensors
 from bitwright.profiling.overhead import measure_group, measure_host
 from bitwright.profiling.profiled_step import CLOCKS, TimedStep
 from bitwright.profiling.profiler import assemble
-from bitwright.profiling.step_timer import StepTimer
-from bitwright.profiling.timing import gc_disabled
+from bitwright.profiling.step_timer import StepTimer, gc_disabled
 
 
 def main(rank: int) -> dict[str, Any]:

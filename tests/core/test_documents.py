@@ -24,12 +24,20 @@ import bitwright
 from bitwright.backends.table import load_table
 from bitwright.bench import GridConfig, Leaderboard
 from bitwright.cluster import Cluster
-from bitwright.core.arrays import read_npz, read_picture, read_tensors
-from bitwright.core.documents import gunzip, name_problem, parse_json, parse_yaml, read_text, read_yaml
+from bitwright.core.documents import (
+    gunzip,
+    name_problem,
+    parse_json,
+    parse_yaml,
+    read_npz,
+    read_picture,
+    read_tensors,
+    read_text,
+    read_yaml,
+)
 from bitwright.core.errors import BitwrightError, FormatError
 from bitwright.core.formats import Format
-from bitwright.core.store_connection import is_address, message_without_secrets
-from bitwright.core.task_store import open_study
+from bitwright.core.task_store import is_address, message_without_secrets, open_study
 from bitwright.deployment import export, open_runtime, read_artefact
 from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.importers.qsync import plan_of_mapper

@@ -19,10 +19,10 @@ import bitwright as bw
 from bitwright.core.errors import ArtefactError
 from bitwright.core.registry import RUNTIMES
 from bitwright.deployment import available_runtimes
-from bitwright.deployment.runtimes.reference import Reference
-from bitwright.deployment.runtimes.reference_operators import (
+from bitwright.deployment.runtimes.reference import (
     OPERATORS,
     Integers,
+    Reference,
     accumulator,
     common,
     conv,

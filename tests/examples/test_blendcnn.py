@@ -13,7 +13,7 @@ from problems import raises_problem
 import bitwright as bw
 from bitwright.training import TrainConfig
 from bitwright.workload import evaluate
-from bitwright.zoo.text import encode_pairs
+from bitwright.zoo.data import encode_pairs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blendcnn_mrpc"
 HEADS = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"

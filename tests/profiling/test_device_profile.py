@@ -16,7 +16,7 @@ from bitwright.profiling.execution import Cast
 from bitwright.profiling.microbenchmarks import _CAST_SIZES, _lines, measure_casts
 from bitwright.profiling.overhead import measure_host
 from bitwright.profiling.profiler import assemble
-from bitwright.profiling.timing import fit
+from bitwright.profiling.step_timer import fit
 from bitwright.quantizers.compiled import SMALL
 
 

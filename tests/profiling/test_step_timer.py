@@ -13,8 +13,7 @@ from bitwright.profiling.device_profile import DeviceProfile, Host, OperatorCost
 from bitwright.profiling.profiled_step import CLOCKS, TimedStep
 from bitwright.profiling.profiler import assemble
 from bitwright.profiling.sample_store import SampleStore
-from bitwright.profiling.step_timer import ACCUMULATE, Sample, StepTimer
-from bitwright.profiling.timing import timer_overhead
+from bitwright.profiling.step_timer import ACCUMULATE, Sample, StepTimer, timer_overhead
 
 
 def profile_of_sample(sample: Sample) -> DeviceProfile:

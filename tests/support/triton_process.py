@@ -116,13 +116,13 @@ def launch_products(channels: int = 64, kernel: int = 3, side: int = 16) -> None
 
 def launch_codes() -> None:
     """Every kernel that encodes."""
-    from bitwright.kernels.triton import quantization
+    from bitwright.kernels.triton import gemm
 
     x, ones, zero = torch.zeros(64, 1000), torch.ones(64), torch.zeros(())
-    quantization.ranges(x)
+    gemm.ranges(x)
     for seed in (None, 3):
-        quantization.codes(x, ones, zero, seed)
-    quantization.signed_codes(x.t(), torch.ones(1000), 127)
+        gemm.codes(x, ones, zero, seed)
+    gemm.signed_codes(x.t(), torch.ones(1000), 127)
 
 
 def _source(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -12,8 +12,7 @@ from torch import nn
 from bitwright import PlanError, Space, capture, make_plan
 from bitwright.backends import backend
 from bitwright.tuning import Candidate, Override, SearchSpace
-from bitwright.tuning.candidate import Base
-from bitwright.tuning.space import Operator, make_space
+from bitwright.tuning.space import Base, Operator, make_space
 
 MODEL = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 4)).eval()
 GRAPH = capture(MODEL, torch.randn(1, 3, 8, 8))

@@ -13,7 +13,7 @@ from store_workers import IDENTITY, candidate, claim_and_wait, opened, outcome, 
 
 from bitwright import BitwrightError
 from bitwright.tuning import TrialOutcome
-from bitwright.tuning.candidate import failure
+from bitwright.tuning.goal import failure
 from bitwright.tuning.search import open_study
 
 

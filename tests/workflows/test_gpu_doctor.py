@@ -14,8 +14,7 @@ import bitwright
 from bitwright.kernels import products
 from bitwright.kernels.triton import launch
 from bitwright.workflows import gpu_doctor
-from bitwright.workflows.gpu_doctor import device_facts, diagnose_gpu
-from bitwright.workflows.gpu_report import GpuDiagnosis, KernelCheck, Rate, StepTime
+from bitwright.workflows.gpu_doctor import GpuDiagnosis, KernelCheck, Rate, StepTime, device_facts, diagnose_gpu
 
 T4 = SimpleNamespace(name="Tesla T4", major=7, minor=5, multi_processor_count=40, total_memory=15 << 30)
 H100 = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)

@@ -17,7 +17,7 @@ from bitwright.core.errors import PlanError, Problem
 from bitwright.core.formats import Format
 from bitwright.core.registry import QUANTIZERS
 from bitwright.graph import Graph, Op, Port, Source
-from bitwright.graph.naming import SiteName, refuse_module_names
+from bitwright.graph.graph import SiteName, refuse_module_names
 from bitwright.graph.operators import EXPERT_PRODUCTS, can_hook, channel_axis, is_product
 from bitwright.plan import DEFAULT_STRATEGY, FoldSpec, Plan, SiteSpec
 

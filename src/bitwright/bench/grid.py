@@ -20,7 +20,7 @@ from bitwright.core.documents import name_problem, read_settings
 from bitwright.core.errors import PlanError, Problem, did_you_mean
 from bitwright.core.registry import BACKENDS, OBSERVERS, QUANTIZERS, WORKLOADS, translated
 from bitwright.core.schemas import problems_of
-from bitwright.core.store_connection import is_address
+from bitwright.core.task_store import is_address
 from bitwright.plan import NO_FOLDING, STRATEGIES, known_strategies
 from bitwright.training.config import TrainConfig
 from bitwright.training.optimizer import Recipe

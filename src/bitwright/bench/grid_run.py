@@ -27,8 +27,7 @@ from bitwright.core.environment import Machine, machine, other_instructions, rev
 from bitwright.core.errors import BitwrightError, PlanError, Problem, UserCodeError, WorkloadError, did_you_mean
 from bitwright.core.files import disk_error, fingerprint, scratch_folder
 from bitwright.core.interrupts import Interrupted, current_stop, safe_point
-from bitwright.core.store_connection import is_address
-from bitwright.core.task_store import Study, open_study
+from bitwright.core.task_store import Study, is_address, open_study
 
 progress_log = getLogger("bitwright.progress")
 GridStudy: TypeAlias = Study[RowTask, RowOutcome]

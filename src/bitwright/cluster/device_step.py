@@ -10,7 +10,7 @@ from itertools import accumulate as running_sum
 from bitwright.cluster.cost_lookup import Cost, Costs, kernel_estimate
 from bitwright.cluster.data_parallel import gradients_of
 from bitwright.core.errors import BitwrightError, did_you_mean
-from bitwright.graph.naming import site_name
+from bitwright.graph.graph import site_name
 from bitwright.plan import Plan
 from bitwright.profiling.cost_key import FLOATS, CallSpec, TensorSpec
 from bitwright.profiling.device_profile import DeviceProfile

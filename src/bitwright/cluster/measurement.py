@@ -55,8 +55,15 @@ from bitwright.profiling.profiler import (
 from bitwright.profiling.published_profile import published as published_profile
 from bitwright.profiling.sample_store import SampleStore
 from bitwright.profiling.step_graph import StepGraph
-from bitwright.profiling.step_timer import ACCUMULATE, Sample, StepTimer
-from bitwright.profiling.timing import TimerOverhead, gc_disabled, timer_overhead, yardstick
+from bitwright.profiling.step_timer import (
+    ACCUMULATE,
+    Sample,
+    StepTimer,
+    TimerOverhead,
+    gc_disabled,
+    timer_overhead,
+    yardstick,
+)
 from bitwright.training.config import Amp, StepSettings
 from bitwright.training.step import Batch
 from bitwright.workload import Loss, Workload

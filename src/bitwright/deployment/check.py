@@ -23,15 +23,16 @@ from bitwright.deployment.distance import Distance, SiteDistance, distance_of, m
 from bitwright.deployment.onnx_files import Damage
 from bitwright.deployment.parity import (
     AgreementSums,
+    GrowthProbe,
     OutputCheck,
     ProbeInfo,
+    RoundingGrowth,
     SiteCheck,
     StoredSites,
     agreement_of,
     check_sites,
     refuse_nan,
 )
-from bitwright.deployment.rounding_growth import GrowthProbe, RoundingGrowth
 from bitwright.deployment.runtimes.base import Runtime, open_runtime, readers
 from bitwright.deployment.runtimes.decoding import DecoderSession
 from bitwright.graph.capture import report_batch_errors

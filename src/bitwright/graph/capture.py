@@ -24,9 +24,8 @@ from bitwright.core.tensor_tree import (
     tensors_in,
     untouched,
 )
-from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source, merged
+from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source, merged, operator_name, primary_kind
 from bitwright.graph.interception import Interceptor, bare, install, uninstall
-from bitwright.graph.naming import operator_name, primary_kind
 from bitwright.graph.operators import carries_floats, in_transform, is_inplace, kind_of, locate, macs, reads_values
 
 

@@ -27,8 +27,7 @@ from bitwright.profiling.cost_key import CallSpec
 from bitwright.profiling.device_profile import DeviceProfile, Host, OperatorCost, OperatorTime, TensorsCost
 from bitwright.profiling.execution import base_format
 from bitwright.profiling.step_graph import StepGraph
-from bitwright.profiling.step_timer import ACCUMULATE, Key
-from bitwright.profiling.timing import middle_half
+from bitwright.profiling.step_timer import ACCUMULATE, Key, middle_half
 from bitwright.training.config import AMP_DTYPES, Amp, StepSettings
 
 __all__ = ["TraceMatch", "Unmatched", "import_trace", "match_trace"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bitwright.importers.trace_events import Event, GpuKernel, HostCall, Trace, Window, read_trace, training_steps
-from bitwright.profiling.timing import middle_half
+from bitwright.profiling.step_timer import middle_half
 
 __all__ = ["TraceReplay", "TraceSummary", "TracedStepTime", "replay_steps", "summarize_trace"]
 

@@ -76,10 +76,10 @@ def encode(
     rows = x.as_strided((count, x.numel() // count), (x.numel() // count, 1))  # in memory order
     around = torch.full((), float(limit) if signed else 0.0, device=x.device)
     if in_triton:
-        from bitwright.kernels.triton import quantization
+        from bitwright.kernels.triton import gemm
 
-        scales, zero = _grid(*quantization.ranges(rows), around)
-        values = quantization.codes(rows, scales, zero, seed)
+        scales, zero = _grid(*gemm.ranges(rows), around)
+        values = gemm.codes(rows, scales, zero, seed)
         return Codes(values.as_strided(x.shape, x.stride()), scales, zero.to(torch.int32))
     more = [] if seed is None else [torch.tensor(seed & 0x7FFFFFFF, device=x.device)]
     values, scales, zero = _run(_NEAREST if seed is None else _STOCHASTIC, rows, around, *more)
@@ -108,11 +108,11 @@ def _signed(rows: Tensor, limit: int, whole: bool) -> tuple[Tensor, Tensor] | No
     """The signed codes and scales of rows by Triton; None if it doesn't run on this device."""
     if launch.missing(rows.device) is not None:
         return None
-    from bitwright.kernels.triton import quantization
+    from bitwright.kernels.triton import gemm
 
-    low, high = quantization.ranges(rows)
+    low, high = gemm.ranges(rows)
     scales = _signed_scales(torch.maximum(high, -low), float(limit), whole)
-    return quantization.signed_codes(rows, scales, limit), scales
+    return gemm.signed_codes(rows, scales, limit), scales
 
 
 def signed_bytes(values: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from bitwright.core.formats import Format
 from bitwright.core.formatting import counted
 from bitwright.core.schemas import device_name, not_blank
 from bitwright.graph import Graph
-from bitwright.graph.naming import site_name
+from bitwright.graph.graph import site_name
 from bitwright.plan.schema import DEFAULT_STRATEGY, ComputeSpec, resolve_compute
 
 _FLOAT = Format.parse("float")

@@ -11,7 +11,7 @@ from typing import Any
 from bitwright.core.errors import BitwrightError, Problem, did_you_mean
 from bitwright.core.registry import BACKENDS, KERNELS, OBSERVERS, QUANTIZERS, Registry
 from bitwright.graph import Graph, Op
-from bitwright.graph.naming import SiteName
+from bitwright.graph.graph import SiteName
 from bitwright.graph.operators import channel_axis, reduction_axis
 from bitwright.plan.plan import Lookup, Plan, SiteSpec, is_pattern, matching, site_names, weight_owners
 from bitwright.plan.schema import FLOAT, GRADIENTS, SCALES, STRATEGIES, WITHOUT_BATCH, ComputeSpec, known_strategies

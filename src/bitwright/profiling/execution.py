@@ -14,7 +14,7 @@ from typing import Protocol
 from bitwright.core.arguments import strict
 from bitwright.core.errors import did_you_mean
 from bitwright.core.registry import KERNELS, QUANTIZERS
-from bitwright.graph.naming import site_name
+from bitwright.graph.graph import site_name
 from bitwright.plan import FoldSpec, Plan, SiteSpec
 from bitwright.profiling.cost_key import CallSpec
 from bitwright.training.config import Amp

@@ -23,7 +23,7 @@ from bitwright.plan import ComputeSpec, SiteSpec
 from bitwright.profiling.device_profile import CastCost, Line, TensorsCost
 from bitwright.profiling.execution import Cast, is_quantizer
 from bitwright.profiling.profiled_step import CLOCKS, Clock, make_optimizer
-from bitwright.profiling.timing import fit, gc_disabled, interleaved
+from bitwright.profiling.step_timer import fit, gc_disabled, interleaved
 from bitwright.quantizers import Layout, Quantizer
 from bitwright.quantizers.compiled import SMALL
 from bitwright.training.config import StepSettings

@@ -22,8 +22,7 @@ from bitwright.profiling.cost_key import is_loss
 from bitwright.profiling.device_profile import CollectiveCost, Host
 from bitwright.profiling.microbenchmarks import timed, zero_grad_cost
 from bitwright.profiling.profiled_step import CLOCKS, Clock, TimedStep, make_optimizer
-from bitwright.profiling.step_timer import Sample, StepTimer
-from bitwright.profiling.timing import fit, gc_disabled, interleaved, typical, yardstick
+from bitwright.profiling.step_timer import Sample, StepTimer, fit, gc_disabled, interleaved, typical, yardstick
 from bitwright.ptq import ALONE, calibrate
 from bitwright.quantizers import prepare
 from bitwright.training.config import StepSettings

@@ -29,8 +29,7 @@ from bitwright.profiling.overhead import group_facts, group_lacks, measure_group
 from bitwright.profiling.profiled_step import CLOCKS, Clock, TimedStep, Variant
 from bitwright.profiling.sample_store import SampleStore
 from bitwright.profiling.step_graph import record_step
-from bitwright.profiling.step_timer import Key, StepTimer
-from bitwright.profiling.timing import gc_disabled, timer_overhead, yardstick
+from bitwright.profiling.step_timer import Key, StepTimer, gc_disabled, timer_overhead, yardstick
 from bitwright.quantizers import find_attachment
 from bitwright.quantizers.compiled import SMALL, CompiledKernel, can_run_compiled
 from bitwright.training.config import StepSettings

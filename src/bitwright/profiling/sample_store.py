@@ -29,8 +29,7 @@ from bitwright.profiling.device_profile import (
     SavedTensors,
     TensorsCost,
 )
-from bitwright.profiling.step_timer import Key, Sample
-from bitwright.profiling.timing import TimerOverhead, middle_half, typical
+from bitwright.profiling.step_timer import Key, Sample, TimerOverhead, middle_half, typical
 
 VERSION = 1
 _DRAWS = 400

@@ -18,9 +18,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bitwright.core.arrays import read_tensors
 from bitwright.core.display import Progress
-from bitwright.core.documents import read_json
+from bitwright.core.documents import read_json, read_tensors
 from bitwright.core.errors import BitwrightError, CheckpointError, PlanError, Problem
 from bitwright.core.files import file_fingerprint, fingerprint, replacing, scratch_folder, write_text, writing
 from bitwright.core.interrupts import safe_point, uninterrupted

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from bitwright.core.errors import PlanError, Problem
 from bitwright.graph import Op
+from bitwright.graph.graph import SiteName
 from bitwright.graph.interception import ForwardShim, Interceptor
-from bitwright.graph.naming import SiteName
 from bitwright.graph.operators import (
     EXPERT_PRODUCTS,
     PRODUCTS,

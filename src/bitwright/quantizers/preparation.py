@@ -12,8 +12,8 @@ from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean
 from bitwright.core.registry import KERNELS, QUANTIZERS
 from bitwright.graph import Graph, capture
+from bitwright.graph.graph import SiteName, primary_kind, site_name
 from bitwright.graph.interception import ForwardShim, bare, follow_checkpoints, install, uninstall
-from bitwright.graph.naming import SiteName, primary_kind, site_name
 from bitwright.graph.operators import EXPERT_PRODUCTS, PRODUCTS, channel_axis, reduction_axis
 from bitwright.plan import ComputeSpec, FoldSpec, Plan, SiteSpec
 from bitwright.quantizers.attachment import CONTAINER, Alias, Attachment, Container, OpHooks

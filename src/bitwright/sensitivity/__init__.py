@@ -2,8 +2,7 @@
 
 from bitwright.sensitivity.indicators import hessian_traces
 from bitwright.sensitivity.operator_scores import OperatorScores, Subject, score_operators, spec_of
-from bitwright.sensitivity.score import Scores, SiteScore, score
-from bitwright.sensitivity.suggestions import FloatTrial, Suggestion, errors_without, suggest
+from bitwright.sensitivity.score import FloatTrial, Scores, SiteScore, Suggestion, errors_without, score, suggest
 from bitwright.sensitivity.weight_costs import weight_costs
 
 __all__ = [

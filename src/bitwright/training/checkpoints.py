@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bitwright.backends.precisions import word
-from bitwright.core.arrays import read_tensors
-from bitwright.core.documents import name_problem, read_json, read_text
+from bitwright.core.documents import name_problem, read_json, read_tensors, read_text
 from bitwright.core.errors import BitwrightError, CheckpointError, Problem, TrainError
 from bitwright.core.files import file_fingerprint, note_written, sync_to_disk, temporary_folder, write_text, writing
 from bitwright.core.schemas import Strict, validated

@@ -20,7 +20,7 @@ from bitwright.core.documents import read_settings
 from bitwright.core.errors import BitwrightError, WorkloadError, did_you_mean
 from bitwright.core.registry import translated
 from bitwright.core.schemas import NonBlank, Strict, validated
-from bitwright.core.store_connection import is_address
+from bitwright.core.task_store import is_address
 from bitwright.tuning.evaluation import Measuring
 from bitwright.tuning.goal import Budget, Drop, Goal
 from bitwright.tuning.result import Tuned

@@ -1,4 +1,7 @@
-"""Goals of a search: allowed accuracy drops, limits and objectives; and statistics to decide whether they hold."""
+"""Goals of a search: allowed accuracy drops, limits and objectives; statistics to decide whether they hold.
+
+The outcome of a trial says whether a candidate meets the goal, and by what margin.
+"""
 
 from __future__ import annotations
 
@@ -243,3 +246,58 @@ class Budget(BaseModel):
     minutes: float | None = Field(default=None, gt=0, le=1e9)
     trials: int | None = Field(default=100, gt=0, le=10**9)
     stop: Literal["budget", "first"] = "budget"
+
+
+class TrialOutcome(BaseModel):
+    """The measurements of a candidate, which strategies use."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    passed: bool = Field(description="Whether the candidate meets the goal.")
+    accurate: bool = Field(description="Whether the metrics are good enough, regardless of other limits.")
+    metrics: dict[str, float] = Field(default_factory=dict, description="Measured metrics; estimates if `stopped`.")
+    margin: float = Field(description="Smallest margin of all metrics, relative to float; negative if insufficient.")
+    stopped: bool = Field(default=False, description="Whether evaluation stopped early because it can't pass.")
+    samples: int | None = Field(default=None, description="Evaluated samples; None if the workload evaluates itself.")
+    latency_ms: float | None = None
+    float_latency_ms: float | None = None
+    size: int | None = None
+    float_size: int | None = None
+    memory: int | None = None
+    float_memory: int | None = None
+    objective: float | None = Field(default=None, description="The value to minimize, relative to float.")
+    exceeded: tuple[str, ...] = Field(default=(), description="Exceeded limits.")
+    failed: str | None = Field(default=None, description="The reason why it could not be measured.")
+    seconds: float = 0.0
+
+    @property
+    def latency_ratio(self) -> float | None:
+        """The latency relative to the float artefact in the same run."""
+        return None if self.latency_ms is None or not self.float_latency_ms else self.latency_ms / self.float_latency_ms
+
+    @property
+    def full(self) -> bool:
+        """Whether it took a full evaluation."""
+        return not self.stopped and self.failed is None
+
+    @property
+    def text(self) -> str:
+        """The measurements in one line."""
+        if self.failed is not None:
+            return f"failed: {self.failed.splitlines()[0]}"
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items() if name != "n")
+        speed = "" if self.latency_ratio is None else f", {self.latency_ratio:.2f}× latency"
+        limits = "".join(f", {limit}" for limit in self.exceeded)
+        return f"{'about ' if self.stopped else ''}{figures}{speed}{limits}"
+
+    def rank(self) -> tuple[float, ...]:
+        """A sort key, smaller is better: candidates that pass by objective, then those nearest to passing."""
+        if self.passed:
+            return (0.0, self.objective if self.objective is not None else 0.0, -self.margin)
+        if self.accurate:
+            return (1.0, float(len(self.exceeded)), self.objective if self.objective is not None else 0.0)
+        return (3.0 if self.failed else 2.0, -self.margin, 0.0)
+
+
+def failure(reason: str, seconds: float = 0.0) -> TrialOutcome:
+    """The outcome of a candidate that can't be measured."""
+    return TrialOutcome(passed=False, accurate=False, margin=float("-inf"), failed=reason, seconds=seconds)

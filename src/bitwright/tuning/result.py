@@ -16,10 +16,10 @@ from bitwright.core.output_folder import staged_output
 from bitwright.deployment.checkpoint import save_checkpoint
 from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized
-from bitwright.tuning.baseline import Baseline
-from bitwright.tuning.candidate import Candidate, TrialOutcome
-from bitwright.tuning.goal import Budget, Goal, Paired
+from bitwright.tuning.evaluation import Baseline
+from bitwright.tuning.goal import Budget, Goal, Paired, TrialOutcome
 from bitwright.tuning.search import TrialRecord
+from bitwright.tuning.space import Candidate
 
 TUNING = "tuning.json"
 TUNING_VERSION = 1

@@ -22,11 +22,9 @@ from bitwright.core.tensor_tree import tensors_in
 from bitwright.graph import Graph, Source
 from bitwright.plan import Plan
 from bitwright.sensitivity import errors_without, hessian_traces, score
-from bitwright.tuning.baseline import Baseline
-from bitwright.tuning.candidate import Base, Candidate, TrialOutcome, failure
-from bitwright.tuning.evaluation import Evaluator, Measuring, Tell
-from bitwright.tuning.goal import Budget, Goal
-from bitwright.tuning.space import SearchSpace, Space
+from bitwright.tuning.evaluation import Baseline, Evaluator, Measuring, Tell
+from bitwright.tuning.goal import Budget, Goal, TrialOutcome, failure
+from bitwright.tuning.space import Base, Candidate, SearchSpace, Space
 from bitwright.workload import Workload, loss_of, pairs
 from bitwright.workload.data import first, split
 

@@ -1,27 +1,152 @@
-"""The search space, derived from the graph, the backend's table and the user's settings."""
+"""Candidates of a search, and the search space, derived from the graph, the backend's table and the user's settings.
+
+A candidate has settings for the whole model, and overrides for single operators.
+"""
 
 from __future__ import annotations
 
 import fnmatch
+import glob
+import hashlib
+import json
 import random
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from math import prod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from bitwright.backends import BackendTable, Choices
+from bitwright.backends import BackendTable, Choices, make_plan
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean
 from bitwright.core.formats import Format
+from bitwright.core.formatting import counted
 from bitwright.core.registry import OBSERVERS
 from bitwright.graph import Graph
+from bitwright.graph.graph import SiteName
 from bitwright.plan import Plan
 from bitwright.ptq import read_steps
-from bitwright.tuning.candidate import FLOAT, Base, Candidate, Override
+
+FLOAT: Literal["float"] = "float"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """Settings for the whole model; None means the default of the backend's table."""
+
+    weights: str | None = None
+    activations: str | None = None
+    observer: str | None = None
+    weight_observer: str | None = None
+    steps: tuple[str, ...] = ()
+    samples: int | None = None
+
+    def choices(self) -> Choices:
+        """The arguments for `make_plan`."""
+        chosen: Choices = {}
+        if self.weights is not None:
+            chosen["weights"] = self.weights
+        if self.activations is not None:
+            chosen["activations"] = self.activations
+        if self.observer is not None:
+            chosen["observer"] = self.observer
+        if self.weight_observer is not None:
+            chosen["weight_observer"] = self.weight_observer
+        return chosen
+
+    def __str__(self) -> str:
+        words = [
+            self.weights and f"weights {self.weights}",
+            self.activations and f"activations {self.activations}",
+            self.observer,
+            self.weight_observer and f"{self.weight_observer} for weights",
+            " + ".join(self.steps),
+            self.samples and f"{counted(self.samples, 'sample')}",
+        ]
+        return ", ".join(word for word in words if word) or "defaults"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """Settings that differ at one operator."""
+
+    weights: str | None = None
+    activations: str | None = None
+    observer: str | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(word for word in (self.weights, self.activations, self.observer) if word)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to quantize the model."""
+
+    base: Base = Base()
+    float: frozenset[str] = frozenset()
+    overrides: Mapping[str, Override] = field(default_factory=dict)
+
+    def with_float(self, operators: Iterable[str]) -> Candidate:
+        """A copy with exactly these operators in float."""
+        return replace(self, float=frozenset(operators))
+
+    def to_json(self) -> dict[str, Any]:
+        """The representation in a store; equal candidates have equal representations."""
+        return {
+            "base": {k: v for k, v in asdict(self.base).items() if v not in (None, ())},
+            "float": sorted(self.float),
+            "overrides": {
+                name: {k: v for k, v in asdict(self.overrides[name]).items() if v is not None}
+                for name in sorted(self.overrides)
+                if name not in self.float
+            },
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Candidate:
+        """The inverse of `to_json`."""
+        base = dict(data["base"])
+        return Candidate(
+            base=Base(**{**base, "steps": tuple(base.get("steps", ()))}),
+            float=frozenset(data["float"]),
+            overrides={name: Override(**one) for name, one in data["overrides"].items()},
+        )
+
+    @property
+    def key(self) -> str:
+        """A hash that is equal for equal candidates."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        names = sorted(self.float)
+        kept = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        parts = [str(self.base), f"{kept} in float" if names else "all quantized"]
+        if self.overrides:
+            parts.append(f"{counted(len(self.overrides), 'operator')} with other settings")
+        return "; ".join(parts)
+
+    def plan(self, graph: Graph, backend: str, *, model: str | None, choices: Choices) -> Plan:
+        """The plan of this candidate; `choices` are the user's settings for all candidates."""
+        kept = [*choices.get("keep_float", ()), *(glob.escape(name) for name in sorted(self.float))]
+        merged: Choices = {**choices, **self.base.choices(), "keep_float": kept}
+        made = make_plan(graph, backend, model=model, **merged)
+        changed = {}
+        for site, spec in made.sites.items():
+            name = SiteName.parse(site)
+            own = self.overrides.get(site.rpartition(":")[0])
+            if own is None or not spec.quantizes or spec.share is not None or name.port == "bias":
+                continue
+            format = own.weights if name.port == "weight" else own.activations
+            new = spec if format is None else replace(spec, format=Format.parse(format))
+            if own.observer is not None and name.port != "weight":
+                new = replace(new, observer=own.observer)
+            if new != spec:
+                changed[site] = replace(new, why="chosen by the search")
+        return made.with_sites(changed)
+
 
 OperatorOption = Override | Literal["float"] | None
 """The setting of one operator: that of the base (None), float, or its own."""

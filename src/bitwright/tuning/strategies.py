@@ -17,8 +17,9 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import Trial
 
-from bitwright.tuning.candidate import Base, Candidate, TrialOutcome
+from bitwright.tuning.goal import TrialOutcome
 from bitwright.tuning.search import CandidateBatch, CandidateGenerator, Search, accumulate, evaluate_one, worst_first
+from bitwright.tuning.space import Base, Candidate
 
 
 def bisect(search: Search) -> CandidateGenerator:

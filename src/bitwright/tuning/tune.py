@@ -27,10 +27,15 @@ from bitwright.graph import capture_paths
 from bitwright.ptq import MEMORY
 from bitwright.ptq.quantize import Quantized, put_back
 from bitwright.quantizers import find_attachment, strip
-from bitwright.tuning.baseline import Baseline, measure_float
-from bitwright.tuning.candidate import Candidate, TrialOutcome
-from bitwright.tuning.evaluation import Evaluator, Measuring, load_calibration, quantize_candidate
-from bitwright.tuning.goal import ERROR, Budget, Goal, Paired, mcnemar
+from bitwright.tuning.evaluation import (
+    Baseline,
+    Evaluator,
+    Measuring,
+    load_calibration,
+    measure_float,
+    quantize_candidate,
+)
+from bitwright.tuning.goal import ERROR, Budget, Goal, Paired, TrialOutcome, mcnemar
 from bitwright.tuning.result import Tuned
 from bitwright.tuning.search import (
     Search,
@@ -41,7 +46,7 @@ from bitwright.tuning.search import (
     open_study,
     study_identity,
 )
-from bitwright.tuning.space import SearchSpace, Space, check_space, make_space
+from bitwright.tuning.space import Candidate, SearchSpace, Space, check_space, make_space
 from bitwright.workload import Workload, can_measure, hits_of, pairs
 
 log = logging.getLogger("bitwright")

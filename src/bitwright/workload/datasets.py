@@ -21,8 +21,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
-from bitwright.core.arrays import read_npz, read_picture
-from bitwright.core.documents import read_text
+from bitwright.core.documents import read_npz, read_picture, read_text
 from bitwright.core.errors import PlanError, Problem, WorkloadError
 from bitwright.core.schemas import Strict
 

@@ -21,7 +21,7 @@ from bitwright.cluster.planners import (
     recover_and_split,
     split_batch,
 )
-from bitwright.cluster.planners.decomposition import blocks, quickest, sample
+from bitwright.cluster.planners.ilp import blocks, quickest, sample
 from bitwright.cluster.planners.precision import _climb
 
 MB = 10**6

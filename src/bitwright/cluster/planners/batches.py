@@ -7,8 +7,7 @@ from contextlib import suppress
 from functools import cache
 
 from bitwright.cluster.cost_model import FLOAT, CostModel, Plans, largest_batch, too_large
-from bitwright.cluster.planners.decomposition import quickest
-from bitwright.cluster.planners.ilp import smallest
+from bitwright.cluster.planners.ilp import quickest, smallest
 from bitwright.cluster.planners.precision import SLACK, Allocation, allocation, equal_batches, fastest, recover
 from bitwright.core.arguments import strict
 from bitwright.core.errors import PlanError, Problem

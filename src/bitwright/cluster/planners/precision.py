@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from bitwright.cluster.cost_model import FLOAT, CostModel, Plans, too_large, total_penalty
-from bitwright.cluster.planners.decomposition import polished, quickest
-from bitwright.cluster.planners.ilp import Program, smallest
+from bitwright.cluster.planners.ilp import Program, polished, quickest, smallest
 from bitwright.core.arguments import Positive, Share, strict
 from bitwright.core.errors import PlanError, Problem
 

@@ -25,9 +25,8 @@ from bitwright.deployment.artefacts.base import QDQ
 from bitwright.deployment.export import export, export_float
 from bitwright.deployment.onnx_files import Damage, compare_digests, digests_of, file_digest, text_digest
 from bitwright.deployment.runtimes.base import Runtime, input_error
-from bitwright.deployment.runtimes.ncnn_layers import MAGIC, PRODUCTS, Net, factor, fuse
 from bitwright.deployment.runtimes.ncnn_operators import OPERATORS
-from bitwright.deployment.runtimes.ncnn_writer import LayerWriter
+from bitwright.deployment.runtimes.ncnn_writer import MAGIC, PRODUCTS, LayerWriter, Net, factor, fuse
 
 MOST = 2**40
 Shape = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST)], ...], Field(max_length=8)]

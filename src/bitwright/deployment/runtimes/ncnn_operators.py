@@ -11,14 +11,19 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.deployment.onnx_files import operator_of
-from bitwright.deployment.runtimes.ncnn_layers import INT8, Layer, LayerParameter, LayerWeight, Reading, factor
 from bitwright.deployment.runtimes.ncnn_writer import (
+    INT8,
     ConstantCodes,
+    Layer,
+    LayerParameter,
+    LayerWeight,
     LayerWriter,
+    Reading,
     UnsupportedOperator,
     array_of,
     axis_of,
     codes_of,
+    factor,
     ints_of,
     rounded,
     shape_of,

@@ -16,8 +16,7 @@ import torch
 from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
-from bitwright.core.arrays import read_npz, read_picture
-from bitwright.core.documents import read_bytes
+from bitwright.core.documents import read_bytes, read_npz, read_picture
 from bitwright.core.errors import WorkloadError
 from bitwright.importers.key_table import Honoured, InCode, Marker, Named, Noted, Option, Section
 from bitwright.importers.lpot.transforms import TRANSFORMS, Floats, Size, Transform, listed, to_tensor

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from bitwright.backends import backend
 from bitwright.bench.grid import GridConfig
-from bitwright.bench.grid_row import plan_of
-from bitwright.bench.row_verification import mismatches
+from bitwright.bench.grid_row import mismatches, plan_of
 from bitwright.core.arguments import strict
 from bitwright.core.display import Progress
 from bitwright.core.errors import BitwrightError, PlanError, Problem, TrainError, did_you_mean

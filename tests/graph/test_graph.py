@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bitwright.backends import make_plan
 from bitwright.core.errors import BitwrightError
 from bitwright.graph import capture
-from bitwright.graph.naming import SiteName, operator_name
+from bitwright.graph.graph import SiteName, operator_name
 
 torch.set_num_threads(1)
 
