@@ -12,7 +12,7 @@ from tests.support.problems import raises_problem
 from torch import Tensor, nn
 
 import bitwright
-from bitwright.backends.token_models import plan_warnings, token_model
+from bitwright.backends.token_models import default_steps, plan_warnings, token_model
 
 
 def tokens(count: int = 2) -> dict[str, Tensor]:
@@ -43,8 +43,8 @@ def test_the_head_is_found_and_other_models_have_none(graph: bitwright.Graph) ->
     [
         ("w4a16", "int4/group32/sym/full", None, "int8/group32/sym/full"),
         ("w8a16", "int8/group32/sym/full", None, "int8/group32/sym/full"),
-        ("w8a8-dynamic", "int8/group32/sym/full", "int8/token/sym/dynamic", "int8/group32/sym/full"),
-        ("w4a8-dynamic", "int4/group32/sym/full", "int8/token/sym/dynamic", "int8/group32/sym/full"),
+        ("w8a8-dynamic", "int8/group32/sym/full", "int8/token/asym/dynamic", "int8/group32/sym/full"),
+        ("w4a8-dynamic", "int4/group32/sym/full", "int8/token/asym/dynamic", "int8/group32/sym/full"),
         ("fp8", "fp8e4m3/group32", "fp8e4m3/token/dynamic", "fp8e4m3/group32"),
     ],
 )
@@ -128,3 +128,25 @@ def test_groups_reach_the_model() -> None:
     assert str(spec.format) == "int4/group16/sym/full"
     assert quantized.distance is not None
     assert quantized.distance.sqnr_db > 10
+
+
+def test_the_head_of_dynamic_recipes_reads_float_inputs(graph: bitwright.Graph) -> None:
+    plan = bitwright.make_plan(graph, precision="w8a8-dynamic", saturating=True)
+    head = plan.sites["lm_head:weight"]
+    assert str(head.format) == "int8/group32/sym/full"
+    assert head.guard is None
+    assert "float" in head.why
+    assert plan.sites["model.layers.1.mlp.down_proj:weight"].guard is not None
+    assert not any(site.startswith(("lm_head:input", "model.norm")) for site in plan.sites)
+    explicit = bitwright.make_plan(graph, weights="int8/channel", activations="int8/token/dynamic", saturating=False)
+    assert str(explicit.sites["lm_head:weight"].format) == "int8/channel/sym"  # formats by request
+
+
+def test_only_dynamic_plans_of_token_models_have_default_steps(graph: bitwright.Graph) -> None:
+    steps = {
+        name: default_steps(graph, bitwright.make_plan(graph, precision=name))
+        for name in ("w8a8-dynamic", "w8a16", "fp8")
+    }
+    assert [name for name, own in steps.items() if own] == ["w8a8-dynamic"]
+    other = bitwright.capture(nn.Sequential(nn.Linear(8, 4)), torch.ones(2, 8))
+    assert default_steps(other, bitwright.make_plan(other, precision="w8a8-dynamic")) == ()

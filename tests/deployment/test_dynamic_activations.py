@@ -49,7 +49,8 @@ def operators(path: Path) -> Counter[str]:
         ("uint8/tensor/asym/dynamic", 6),
         ("int8/tensor/sym/dynamic", 6),
         ("int8/token/sym/dynamic", 6),
-        ("uint8/token/asym/dynamic", 0),  # MatMulInteger has one zero point for all tokens
+        ("uint8/token/asym/dynamic", 6),
+        ("int8/token/asym/dynamic", 6),
     ],
 )
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])

@@ -10,8 +10,10 @@ import torch
 from problems import raises_problem
 from torch import Tensor, nn
 
+from bitwright.backends import make_plan
 from bitwright.core.errors import CalibrationError, PlanError
 from bitwright.core.formats import Format
+from bitwright.graph import capture
 from bitwright.plan import Plan, SiteSpec
 from bitwright.ptq import calibrate
 from bitwright.quantizers import prepare, quantizers_of, set_mode
@@ -174,3 +176,26 @@ def test_recalibration_discards_earlier_ranges() -> None:
     wide = quantizers_of(model)["left:input"].scale.clone()
     calibrate(model, [torch.full((2, 4), 1.0)])
     assert torch.isclose(quantizers_of(model)["left:input"].scale * 100, wide)
+
+
+def test_data_is_not_run_for_weights_alone() -> None:
+    class Counted(nn.Sequential):
+        rows = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Counted.rows += len(x)
+            result: Tensor = super().forward(x)
+            return result
+
+    batches = [torch.randn(6, 8) for _ in range(5)]
+    ran = {}
+    for activations in ("float", "int8/token/dynamic", "int8"):
+        model = Counted(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        plan = make_plan(capture(model, batches[0]), activations=activations, saturating=False)
+        prepare(model, plan)
+        Counted.rows = 0
+        assert calibrate(model, batches) == 5
+        ran[activations] = Counted.rows
+        model(batches[0])
+    assert ran["float"] == ran["int8/token/dynamic"] == 1
+    assert ran["int8"] >= 30

@@ -13,7 +13,8 @@ import bitwright as bw
 from bitwright.core.formats import Format
 from bitwright.ptq.gptq import _factor
 from bitwright.ptq.rotation import orthogonal
-from bitwright.quantizers import grid_from_range, quantizers_of
+from bitwright.ptq.step import read_steps
+from bitwright.quantizers import grid_from_range, in_mode, quantizers_of
 
 FORMAT = "int4/group16/sym/full"
 
@@ -244,3 +245,61 @@ def test_a_failed_run_restores_the_model(monkeypatch: pytest.MonkeyPatch) -> Non
     after = model.state_dict()
     assert set(after) == set(before)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+# -- activations with scales at run time ---------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def with_outliers(model: Any) -> Any:
+    """The same function with two activations 40 times as large as the others before each pair of layers."""
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for norm, readers in (
+            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        ):
+            norm.weight[3:5] *= 40
+            for reader in readers:
+                reader.weight[:, 3:5] /= 40
+        mlp.up_proj.weight[3:5] *= 40
+        mlp.down_proj.weight[:, 3:5] /= 40
+    return model
+
+
+def dynamic_error(**options: Any) -> float:
+    """The relative error of the logits with 8-bit activations."""
+    model, batches = with_outliers(llama()), text()
+    wanted = logits(model, batches)
+    quantized = bw.quantize(model, batches, "w8a8-dynamic", measure=False, **options)
+    return float((logits(quantized.model, batches) - wanted).norm() / wanted.norm())
+
+
+def test_dynamic_activations_are_balanced_by_default() -> None:
+    model, batches = llama(), text()
+    quantized = bw.quantize(model, iter(batches), "w8a8-dynamic", measure=False)
+    assert [step.step for step in quantized.steps] == ["smoothquant:alpha=auto"]
+    assert dynamic_error() < 0.75 * dynamic_error(steps=())
+    assert bw.quantize(llama(), batches, "w8a16", measure=False).steps == ()
+    mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    assert bw.quantize(mlp, [torch.randn(4, 8)], "w8a8-dynamic", measure=False).steps == ()
+
+
+def test_balancing_keeps_the_function_of_gated_layers() -> None:
+    model, batches = llama(), text()
+    wanted = logits(model, batches)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    quantized = bw.quantize(model, batches, "w8a8-dynamic", measure=False)
+    with in_mode(quantized.model, "float"):
+        assert torch.allclose(logits(quantized.model, batches), wanted, atol=1e-3 * float(wanted.abs().max()))
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    layer = "model.layers.1."
+    assert {f"{layer}input_layernorm.weight", f"{layer}mlp.up_proj.weight", f"{layer}mlp.down_proj.weight"} <= changed
+    assert "lm_head.weight" not in changed  # its input stays in float
+
+
+def test_alpha_is_a_share_or_auto() -> None:
+    with raises_problem("invalid-setting"):
+        read_steps(["smoothquant:alpha=1.5"])
+    with raises_problem("invalid-setting"):
+        read_steps(["smoothquant:alpha=best"])

@@ -17,7 +17,7 @@ from bitwright.backends.table import (
     problems_title,
     resolve_for_backend,
 )
-from bitwright.backends.token_models import plan_warnings
+from bitwright.backends.token_models import default_steps, plan_warnings
 
 __all__ = [
     "DEFAULT_BACKEND",
@@ -29,6 +29,7 @@ __all__ = [
     "backend",
     "check_plan",
     "choice_problems",
+    "default_steps",
     "make_plan",
     "patterns_of",
     "place",

@@ -13,7 +13,7 @@ from bitwright.backends.precisions import weight_format as format_of_weights
 from bitwright.backends.table import DEFAULT_BACKEND, BackendTable, Guard, backend, check_plan, dynamic_table
 from bitwright.backends.token_models import HEAD
 from bitwright.core.arguments import strict
-from bitwright.core.errors import PlanError, Problem
+from bitwright.core.errors import FormatError, PlanError, Problem
 from bitwright.core.formats import Format
 from bitwright.core.registry import QUANTIZERS
 from bitwright.graph import Graph, Op, Port, Source
@@ -24,6 +24,7 @@ from bitwright.plan import DEFAULT_STRATEGY, FoldSpec, Plan, SiteSpec
 UNUSED = (
     "no recorded operator reads this parameter: the inputs don't use it, or it is read by code that can't be recorded"
 )
+_HEAD_GROUP = 32  # runtimes multiply weights of this group size with float inputs
 
 
 def multiplies(op: Op) -> bool:
@@ -163,6 +164,7 @@ class _SitePlacer:
         self.owner: dict[Source, str] = {}  # grid (by its representative) → the site with its quantizer
         self.tensor: dict[str, Source] = {}  # that site → the tensor it quantizes
         self.weights: dict[str, str] = {}  # parameter (by its first use) → the site with its quantizer
+        self.weight_only: set[str] = set()  # weights of operators whose inputs stay in float
         self.mixed = self._mixed_weights()
         self.reader: dict[str, Op] = {}  # that site → the first operator that reads it
 
@@ -236,17 +238,52 @@ class _SitePlacer:
         if tokens is None or self.head_bits is None:
             return
         head = self.graph.by_name[tokens.head]
-        for site in (head.site(port.name) for port in head.ports if port.role == "weight"):
+        for port in head.ports:
+            site = head.site(port.name)
             spec = self.sites.get(site)
-            if spec is not None and spec.share is None and spec.format.bits != self.head_bits:
-                format = spec.format.with_bits(self.head_bits)
-                self.sites[site] = replace(spec, format=format, why=f"{self.head_bits} bits: {HEAD}")
+            if spec is None or spec.share is not None or port.role != "weight":
+                continue
+            format, why = spec.format.with_bits(self.head_bits), f"{self.head_bits} bits: {HEAD}"
+            if self.activation.format.dynamic and self._free_input(head):
+                self.weight_only.add(site)
+                format, why = self._in_groups(format, port), f"{why}, so its input stays in float"
+                self.sites[site] = replace(spec, format=format, why=why)
+            elif format != spec.format:
+                self.sites[site] = replace(spec, format=format, why=why)
+
+    def _free_input(self, op: Op) -> bool:
+        """Leave the input of an operator in float, and its bias, if no other operator reads that input."""
+        source, site = self.decisions.feeding(op), self._feeding(op)
+        if source is None or site not in self.sites or any(spec.share == site for spec in self.sites.values()):
+            return False
+        if len(self.graph.consumers[source]) > 1 or source in self.graph.output_sources:
+            return False
+        del self.sites[site]
+        self.sites.pop(op.site("bias"), None)
+        return True
+
+    def _in_groups(self, format: Format, port: Port) -> Format:
+        """The format with a scale per group if the target can store that and groups divide the weight."""
+        wanted = f"{format.name}/group{_HEAD_GROUP}"
+        if format.is_float or format.granularity == "group" or port.shape[-1] % _HEAD_GROUP:
+            return format
+        try:
+            found = self.table.weights.parse(wanted)
+        except FormatError:
+            return format
+        return found if self.table.weights.allows(found) else format
 
     def _guard_products(self, guard: Guard) -> None:
         """Limit the weights of 8-bit products. Edges may be 8-bit where other operators have fewer bits."""
         for site, op in self.reader.items():
             spec, feeding = self.sites.get(site), self._feeding(op)
-            if spec is None or not spec.format.signed or spec.format.bits != 8 or _is_depthwise(op):
+            if (
+                site in self.weight_only
+                or spec is None
+                or not spec.format.signed
+                or spec.format.bits != 8
+                or _is_depthwise(op)
+            ):
                 continue  # a depthwise operator adds one product per step, so no pair of products can saturate
             if self.sites.get(feeding or "", self.activation).format.bits == 8:
                 why = "; ".join(text for text in (spec.why.removeprefix(_weight_reason(op)), guard.why.strip()) if text)

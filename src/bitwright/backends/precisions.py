@@ -249,13 +249,13 @@ def resolve(
     if weight_only and Format.parse(table.activations.format).bits != activation_bits:
         usual = "float"
     elif dynamic:
-        usual = f"int{activation_bits}/token/sym/dynamic"
+        usual = _per_token(activation_bits, table)
     else:
         usual = _widths(table.activations.format, activation_bits)
     made["activations"] = choices.get("activations") or usual
     if not choices.get("weights") and not choices.get("activations"):
         _require_supported(str(precision), table, made)
-    if low and (weight_only or dynamic) and choices.get("head_bits") is None:
+    if (dynamic or (low and weight_only)) and choices.get("head_bits") is None:
         head = weight_format(made, table).with_bits(HEAD_BITS)
         made["head_bits"] = HEAD_BITS if table.weights.allows(head) else None
     if learned and choices.get("quantizer") is None:
@@ -302,9 +302,19 @@ def _formats_of(precision: str, table: BackendTable) -> Choices:
     made: Choices = {"weights": _widths(table.weights.format, weights)}
     if activations not in _FLOAT_BITS:
         made["activations"] = (
-            f"int{activations}/token/sym/dynamic" if match[4] else _widths(table.activations.format, activations)
+            _per_token(activations, table) if match[4] else _widths(table.activations.format, activations)
         )
     return made
+
+
+def _per_token(bits: int, table: BackendTable) -> str:
+    """Activations with scales at run time: with zero points, because most tokens reach further to one side."""
+    found = f"int{bits}/token/asym/dynamic"
+    try:
+        allowed = table.activations.allows(table.activations.parse(found))
+    except FormatError:
+        allowed = False
+    return found if allowed else found.replace("asym", "sym")
 
 
 def _simulated(precision: Precision) -> str:

@@ -10,7 +10,7 @@ from bitwright.graph import Graph, Op, Source
 from bitwright.graph.operators import is_product
 from bitwright.plan import Plan
 
-__all__ = ["TokenModel", "plan_warnings", "token_model"]
+__all__ = ["TokenModel", "default_steps", "plan_warnings", "token_model"]
 
 HEAD_BITS = 8
 """Bits of the head's weights if a named precision has fewer."""
@@ -86,6 +86,18 @@ def _before(graph: Graph, source: Source, wanted: tuple[str, ...], passing: tupl
 
 def _only_activations(op: Op) -> bool:
     return len(op.ports) > 1 and all(port.role == "activation" for port in op.ports)
+
+
+def default_steps(graph: Graph, plan: Plan) -> tuple[str, ...]:
+    """The PTQ steps that a plan gets unless others are given: those that keep the function and need one pass.
+
+    A few channels of a decoder's activations are much larger than the others, so one scale per token loses the others.
+    Scaling channels by factors that move into norms and weights avoids most of this error.
+    """
+    rounded = (
+        spec.format.dynamic and spec.format.minifloat is None and spec.format.bits <= 8 for _, spec in plan.quantized
+    )
+    return ("smoothquant:alpha=auto",) if any(rounded) and token_model(graph) is not None else ()
 
 
 def plan_warnings(graph: Graph, plan: Plan) -> tuple[Problem, ...]:

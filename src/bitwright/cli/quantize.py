@@ -97,7 +97,7 @@ def quantize(
             plan=plan,
             precision=precision,
             samples=samples,
-            steps=step or [],
+            steps=step or None,
             seed=seed,
             memory=memory,
             histograms=histograms,

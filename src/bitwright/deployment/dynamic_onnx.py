@@ -40,6 +40,7 @@ class DynamicWriter:
         self.written: dict[tuple[str, str], ir.Value] = {}  # (source, format) → the dequantized value
         self.quantize_linears = 0
         self.ones: dict[ir.Value, ir.Value] = {}  # scales of tokens → run-time 1
+        self.distances: dict[ir.Value, ir.Value] = {}  # zero points of tokens → 128 minus these
 
     def quantize(self, before: ir.Node, source: ir.Value, site: str, quantizer: Quantizer) -> ir.Value:
         """Insert operators that quantize `source`; returns the dequantized value. Equal sites share them."""
@@ -67,15 +68,15 @@ class DynamicWriter:
             stored = None if weight is None else _stored_matrix(node, weight)
             if found is None or stored is None or not _is_plain_product(node):
                 continue
-            if found.by_tensor or found.symmetric:  # MatMulInteger has one zero point for all tokens
-                self._replace(node, found, stored)
+            self._replace(node, found, stored)
 
     def _replace(self, node: ir.Node, data: DynamicValue, weight: _StoredMatrix) -> None:
         output = node.outputs[0]
         insert = _Inserter(self, node, str(output.name))
+        each = not (data.by_tensor or data.symmetric)  # MatMulInteger has one zero point for all tokens
         codes = self.constant(f"{weight.name}.matrix", weight.codes) if weight.turned else weight.value
         scale = self.constant(f"{weight.name}.columns", weight.scale)
-        zeros = [data.zero_point]
+        zeros = [self.constant(f"{weight.name}.shift", np.array(_SHIFT, np.uint8)) if each else data.zero_point]
         if weight.zero_point is not None:
             zeros.append(self.constant(f"{weight.name}.offset", weight.zero_point))
         products = insert.node("MatMulInteger", [data.codes, codes, *zeros], "products", ir.DataType.INT32)
@@ -84,6 +85,10 @@ class DynamicWriter:
         scalar = data.scale if data.by_tensor else self._one(insert, data.scale)
         both = insert.node("Mul", [scalar, scale], "scale", _FLOAT)
         result = insert.node("Mul", [wide, both], "scaled", _FLOAT)
+        if each:  # Σ (a − z)·w = Σ (a − 128)·w + (128 − z)·Σ w
+            sums = self.constant(f"{weight.name}.sums", weight.sums)
+            moved = insert.node("Mul", [self._distance(insert, data), sums], "moved", _FLOAT)
+            result = insert.node("Add", [result, moved], "whole", _FLOAT)
         if not data.by_tensor:
             result = insert.node("Mul", [result, data.scale], "tokens", _FLOAT)
         bias = node.inputs[2] if len(node.inputs) > 2 else None
@@ -94,6 +99,15 @@ class DynamicWriter:
         name = output.name
         self.graph.remove(node, safe=True)
         result.name = name
+
+    def _distance(self, insert: _Inserter, data: DynamicValue) -> ir.Value:
+        """128 − zero point of each token. Products that read the same tensor share it."""
+        if data.zero_point not in self.distances:
+            zero = insert.node("Cast", [data.zero_point], "zero_float", _FLOAT, to=_FLOAT)
+            self.distances[data.zero_point] = insert.node(
+                "Sub", [insert.constant("shift", float(_SHIFT)), zero], "distance", _FLOAT
+            )
+        return self.distances[data.zero_point]
 
     def _one(self, insert: _Inserter, scale: ir.Value) -> ir.Value:
         """1 as a run-time value: a constant would be folded into the scales before ONNX Runtime fuses operators."""
@@ -112,6 +126,13 @@ class _StoredMatrix:
     scale: NDArray[Any]
     zero_point: NDArray[Any] | None
     turned: bool
+
+    @property
+    def sums(self) -> NDArray[Any]:
+        """The sum of each column's weights."""
+        offset = 0 if self.zero_point is None else self.zero_point.astype(np.int64)
+        whole: NDArray[Any] = (self.codes.astype(np.int64) - offset).sum(axis=0) * self.scale.astype(np.float64)
+        return whole.astype(np.float32)
 
 
 def _stored_matrix(node: ir.Node, weight: ir.Value) -> _StoredMatrix | None:

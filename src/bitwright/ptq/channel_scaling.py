@@ -39,12 +39,15 @@ class ScalingPair:
         return f"{self.first.name} → {self.second.name}"
 
 
-def find_pairs(context: PtqContext) -> list[ScalingPair]:
-    """All pairs in graph order; operators that almost qualify are added to `skipped` with a reason."""
+def find_pairs(context: PtqContext, *, products: bool = False) -> list[ScalingPair]:
+    """All pairs in graph order; operators that almost qualify are added to `skipped` with a reason.
+
+    With `products`, a product with another activation may be between them, as in gated layers (SwiGLU).
+    """
     found: list[ScalingPair] = []
     for op in context.graph.ops:
         if op.kind in _WEIGHTED and op.port("weight") is not None:
-            pair = _follow(context, op, {call.op.name: call for call in context.tape.calls})
+            pair = _follow(context, op, {call.op.name: call for call in context.tape.calls}, products)
             if isinstance(pair, ScalingPair):
                 found.append(pair)
             elif pair is not None:
@@ -52,7 +55,7 @@ def find_pairs(context: PtqContext) -> list[ScalingPair]:
     return found
 
 
-def _follow(context: PtqContext, first: Op, calls: dict[str, Call]) -> ScalingPair | str | None:
+def _follow(context: PtqContext, first: Op, calls: dict[str, Call], products: bool) -> ScalingPair | str | None:
     """The pair that starts at `first`, the reason why it can't be scaled, or None if it isn't a candidate."""
     graph = context.graph
     channels = _outputs(first)
@@ -80,7 +83,7 @@ def _follow(context: PtqContext, first: Op, calls: dict[str, Call]) -> ScalingPa
         elif op.kind == "pad":
             if not _pads_zeros(op, calls):
                 return f"{op.name} doesn't pad with zeros"
-        elif op.kind not in (*_RESHAPES, *_HOMOGENEOUS):
+        elif op.kind not in (*_RESHAPES, *_HOMOGENEOUS) and not (products and _is_gated(op)):
             return f"{op.kind} doesn't preserve factors"
         if not _keeps_channels(op, port, channels, calls, last=first.kind == "linear"):
             return f"{op.name} mixes channels with positions"
@@ -91,6 +94,12 @@ def _follow(context: PtqContext, first: Op, calls: dict[str, Call]) -> ScalingPa
         return f"{op.name} reads another axis"
     problem = _shared(context, first, op)
     return problem or ScalingPair(first=first, second=op, between=tuple(between), clip=clip, ceiling=ceiling)
+
+
+def _is_gated(op: Op) -> bool:
+    """Whether an operator multiplies two activations of equal shape. Both are different, or `first` has two readers."""
+    shapes = [port.shape for port in op.ports if port.role == "activation"]
+    return op.kind == "mul" and len(shapes) == len(op.ports) == 2 and shapes[0] == shapes[1]
 
 
 def _shared(context: PtqContext, first: Op, second: Op) -> str | None:
@@ -248,8 +257,8 @@ class ScalingGroup:
 
     def divide(self, context: PtqContext, by: Tensor) -> None:
         """Divide activations by the factors and multiply weights by them."""
-        if self.maker.kind in _NORMS:
-            for port in ("weight", "bias"):
+        if ports := _norm_ports(self.maker):
+            for port in ports:
                 parameter = context.weight_of(self.maker, port)
                 if parameter is not None:
                     with torch.no_grad():
@@ -265,7 +274,7 @@ def find_groups(context: PtqContext) -> list[ScalingGroup]:
     groups = []
     quantized = {weight.op.name for weight in context.weights()}
     for op in context.graph.ops:
-        if op.kind not in _NORMS:
+        if not _norm_ports(op):
             continue
         readers = [pair[0] for pair in context.graph.consumers.get(Source("op", op.name), ())]
         if not any(reader.name in quantized for reader in readers):
@@ -276,19 +285,35 @@ def find_groups(context: PtqContext) -> list[ScalingGroup]:
         else:
             groups.append(ScalingGroup(maker=op, readers=tuple(readers)))
     left = dict(context.skipped)
-    for pair in find_pairs(context):
+    for pair in find_pairs(context, products=True):
         if pair.second.kind == "linear" and pair.clip is None and pair.second.name in quantized:
             groups.append(ScalingGroup(maker=pair.first, readers=(pair.second,)))
     context.skipped = left  # convolutions without a partner aren't relevant here
     return groups
 
 
+def _norm_ports(op: Op) -> tuple[str, ...]:
+    """The ports with the parameters of a norm: those of the operator, or of a product with one weight per channel.
+
+    Norms of transformers are Python code that ends with such a product.
+    """
+    if op.kind in _NORMS:
+        return ("weight", "bias")
+    if op.kind != "mul" or len(op.ports) != 2:
+        return ()
+    width = op.outputs[0].shape[-1:]
+    weights = [port.name for port in op.ports if port.role == "weight" and tuple(port.shape) == tuple(width)]
+    activations = [port for port in op.ports if port.role == "activation" and port.shape == op.outputs[0].shape]
+    return (weights[0],) if len(weights) == len(activations) == 1 else ()
+
+
 def _problem(context: PtqContext, op: Op, readers: list[Op]) -> str | None:
     if Source("op", op.name) in context.graph.output_sources or any(reader.kind != "linear" for reader in readers):
         return "operators other than linear ones read it too"
-    if context.weight_of(op) is None:
+    ports = _norm_ports(op)
+    if context.weight_of(op, ports[0]) is None:
         return "the norm has no weight to hold the factor"
-    owners = [(op, "weight"), (op, "bias"), *((reader, "weight") for reader in readers)]
+    owners = [*((op, port) for port in ports), *((reader, "weight") for reader in readers)]
     for owner, name in owners:
         port = owner.port(name)
         if port is None:

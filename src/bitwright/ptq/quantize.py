@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bitwright.backends import (
     DEFAULT_BACKEND,
     Choices,
+    default_steps,
     make_plan,
     plan_warnings,
     problems_title,
@@ -224,7 +225,7 @@ def quantize(
     example: Any = None,
     name: str | None = None,
     artefact: bool = False,
-    steps: Sequence[str | Step] = (),
+    steps: Sequence[str | Step] | None = None,
     seed: Seed = 0,
     memory: Amount = MEMORY,
     folder: str | Path | None = None,
@@ -248,9 +249,10 @@ def quantize(
     - `saturating`: whether 8-bit products saturate on the target machine. None: test this machine.
     - `plan`: use this plan (or its path) instead; it excludes `precision` and the arguments above.
     - `steps`: PTQ algorithms, by name ("equalize", "adaround:iterations=500") or as objects. They read the data
-      several times, so `batches` must be a list, a loader or a function that returns an iterator. `seed` seeds their
-      random numbers, `memory` (MiB) limits the activations that they keep. With `folder`, an interrupted run resumes;
-      `keep_state` leaves the folder in place after the last step.
+      several times, so `batches` must be a list, a loader or a function that returns an iterator. By default, there is
+      one for dynamic activations of language models ("smoothquant:alpha=auto"); `steps=()` leaves it out. `seed` seeds
+      their random numbers, `memory` (MiB) limits the activations that they keep. With `folder`, an interrupted run
+      resumes; `keep_state` leaves the folder in place after the last step.
     - `example`: the call to export (default: the first batch). `graph`: an earlier capture. `name`: of the model.
     - `artefact`: raise before calibration if a quantizer can't be exported. `measure`: compare the result with the
       float model on a few samples (`distance`, `warnings`). `on_start` is called with the unchanged prepared model.
@@ -287,7 +289,7 @@ def quantize(
     backend = backend or DEFAULT_BACKEND
     table = find_backend(backend)
     model = bare(model)
-    wanted = read_steps(steps)
+    wanted = read_steps(steps or ())
     data = Data(batches)
     if wanted:
         require_rereadable(data)
@@ -317,6 +319,9 @@ def quantize(
         plan = replace(plan, model=name)
     known = plan_warnings(graph, plan)
     log_warnings(known)
+    if steps is None and (wanted := read_steps(default_steps(graph, plan))):
+        data = Data([*first, *stream]) if data.once else data
+        log.info("the model is changed first by %s, which keeps its function", ", ".join(map(str, wanted)))
     backup = Backup(model) if wanted else None
     prepare(model, plan, graph=graph)
     if find_attachment(model) is None:

@@ -440,10 +440,8 @@ def _quantized(
         text = make_plan(graph, backend, model=name, **choices).to_yaml() if ranks.first else None
         plan = Plan.from_yaml(ranks.tell(text), where="rank 0's plan")
         batches = chain(first, batches)
+    given: dict[str, Any] = {"backend": backend, "example": example, "name": name, "progress": progress}
+    given |= {"measure": False, "steps": ()}  # training changes the weights anyway
     if plan is not None:
-        return quantize(
-            model, batches, backend=backend, plan=plan, example=example, name=name, progress=progress, measure=False
-        )
-    return quantize(
-        model, batches, backend=backend, example=example, name=name, progress=progress, measure=False, **choices
-    )
+        return quantize(model, batches, plan=plan, **given)
+    return quantize(model, batches, **given, **choices)

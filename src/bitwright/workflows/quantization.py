@@ -66,7 +66,7 @@ def quantize_workload(
     plan: Plan | None = None,
     precision: str | None = None,
     samples: int | None = None,
-    steps: Sequence[str | Step] = (),
+    steps: Sequence[str | Step] | None = None,
     seed: int = 0,
     memory: int = MEMORY,
     histograms: bool = True,
@@ -87,7 +87,9 @@ def quantize_workload(
     (True, 'small')
     """
     begin, output = phases(progress), Path(output)
-    wanted = read_steps(steps)  # unknown names and wrong settings fail before the model is loaded
+    wanted = (
+        None if steps is None else read_steps(steps)
+    )  # unknown names and wrong settings fail before the model is loaded
     if precision is None:
         backend = backend or (plan.backend if plan is not None else None) or DEFAULT_BACKEND
     runtimes = None if backend is None else usable_runtimes(backend)

@@ -128,6 +128,7 @@ def score_workload(
         plan=plan,
         example=workload.inputs,
         name=workload.name,
+        steps=(),  # the model stays as it is
         progress=progress,
         **choices,
     )
