@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
@@ -194,15 +193,19 @@ def _observe(
 
     def complete() -> bool:
         """Whether more data can't change anything: each weight was observed, and no experts count their tokens."""
-        return only_weights and all(quantizer.saw for quantizer in quantizers) and not attachment_of(model).tokens
+        return only_weights and all(q.observer is not None for q in quantizers) and not attachment_of(model).tokens
 
     with eval_mode(model), torch.no_grad(), in_mode(model, "calibrate"):
         stream = iter(batches)
         first = list(islice(stream, 1))
         feed = choose_batching(model, quantizers, first[0], run) if first and not only_weights else Batching()
         if first and only_weights and batch_size(first[0]) > 1:
-            with suppress(Exception):  # if whole batches fail too, they report the error
+            try:
                 run(slice_batch(first[0], 0, 1))
+            except BitwrightError:
+                raise
+            except Exception:
+                pass
         stream = chain(first, stream)
         del first  # release each batch as soon as the next one arrives
         with folded_once(model):
