@@ -49,7 +49,7 @@ docs: $(STAMP)  ## Build the documentation into site/, with warnings as errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP)  ## Run all benchmarks, and redraw the chart of the README
-	@set -e; for file in $(filter-out %/common.py %peers.py %/peer_files.py %/readme_chart.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python "$$file"; done
+	@set -e; for file in $(filter-out %/common.py %peers.py %_sources.py %/peer_files.py %/readme_chart.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python "$$file"; done
 	$(BIN)/python benchmarks/readme_chart.py
 
 # Rerun the target to resume. To share the work, run it in a second terminal or on another machine. After a change of

