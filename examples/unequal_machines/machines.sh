@@ -157,6 +157,13 @@ if until_step "${events[2]}"; then
   if until_step $((${events[2]} + 15)); then
     echo "machine 2 joins again"
     train_on 2
+    late=${pids[2]}
+    unset "pids[2]"
+    finish
+    if kill -0 "$late" 2>/dev/null; then # it may still wait for the others, if the training was short
+      for _ in $(seq 100); do kill -0 "$late" 2>/dev/null || break; sleep 0.2; done
+      if kill -9 -- "-$late" 2>/dev/null; then echo "machine 2 came too late: use more EPOCHS"; fi
+    fi
   fi
 fi
 finish
