@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from bitwright.backends import DEFAULT_RUNTIME, backend
 from bitwright.core.arguments import Count, strict
@@ -18,7 +20,7 @@ from bitwright.core.formatting import counted, decibels, number, percent
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_array, as_call, call_copied, eval_mode, tensors_in
 from bitwright.deployment.artefacts.base import QDQ, kind_of_artefact, read_artefact
-from bitwright.deployment.decoder import SimulatedDecoder, cached_forward
+from bitwright.deployment.decoder import SimulatedDecoder, cached_forward, is_decoder
 from bitwright.deployment.distance import Distance, SiteDistance, distance_of, measure_sites
 from bitwright.deployment.onnx_files import Damage
 from bitwright.deployment.parity import (
@@ -33,9 +35,10 @@ from bitwright.deployment.parity import (
     check_sites,
     refuse_nan,
 )
-from bitwright.deployment.runtimes.base import Runtime, open_runtime, readers
+from bitwright.deployment.runtimes.base import FOLDER, Runtime, artefact_file, open_runtime, readers
 from bitwright.deployment.runtimes.decoding import DecoderSession
 from bitwright.graph.capture import report_batch_errors
+from bitwright.graph.interception import bare
 from bitwright.quantizers import attachment_of, in_mode, warnings_of
 from bitwright.workload.data import CalibrationData
 
@@ -186,6 +189,8 @@ def check(
     <Check on onnxruntime: passed, 16 samples>
     """
     artefact = Path(artefact)
+    if runtime is None or RUNTIMES.get(runtime).suffix != FOLDER:
+        artefact = artefact_file(artefact)
     noted: list[Problem] = []
     if runtime is None:
         runtime, other = default_runtime(attachment_of(model).plan.backend, artefact)
@@ -222,6 +227,7 @@ def check(
     noted += [rounding.warning()] if rounding is not None and rounding.explains else []
     distance = distance_of(attachment_of(model), sums, looked, samples) if measure else None
     noted += [] if distance is None else distance.warnings
+    noted += real.concerns(model, _token_ids(first))
     noted += seen.warnings("the data to check with", fix="check with samples of the data in use", suffix="check")
     if not type(real).has_digests(artefact):
         noted.append(_no_digests(artefact))
@@ -241,6 +247,12 @@ def check(
     )
 
 
+def _token_ids(batch: Any) -> Tensor | None:
+    """The tokens of a batch of a decoder."""
+    ids = next((tensor for _, tensor in tensors_in(batch)), None)
+    return ids if ids is not None and ids.dim() == 2 and not ids.is_floating_point() else None
+
+
 def _no_digests(artefact: Path) -> Problem:
     return Problem(
         what="the artefact has no digests, so changed numbers outside of quantized weights may not be found",
@@ -257,7 +269,7 @@ def default_runtime(name: str | None, artefact: Path) -> tuple[str, Problem | No
     if table is not None and table.runtime in usable:
         return table.runtime, None
     chosen = DEFAULT_RUNTIME if DEFAULT_RUNTIME in usable else usable[0]
-    if table is None or table.runtime is None:
+    if table is None or table.runtime is None or RUNTIMES.get(chosen).decoders_only:  # only these read the file
         return chosen, None
     kind: type[Runtime] | None = RUNTIMES.get(table.runtime) if table.runtime in RUNTIMES else None
     if kind is not None and kind.suffix != artefact.suffix:
@@ -294,13 +306,19 @@ def _compare(
     growth: GrowthProbe,
 ) -> None:
     """Compare the outputs for one batch. If one differs too much, compare again with the runtime's codes."""
+    rounded: list[tuple[str, Tensor]] | None = None
     with torch.no_grad():
         with in_mode(model, "quantize"), real.simulating(model):
             simulated = list(tensors_in(call_copied(model, args, kwargs)))
+        if (own := real.rounding(model)) is not None:
+            with in_mode(model, "quantize"), own:
+                rounded = list(tensors_in(call_copied(model, args, kwargs)))
         with in_mode(model, "float"):
             exact = [tensor for _, tensor in tensors_in(call_copied(model, args, kwargs))]
-    if real.cache is not None:  # the scores; the cache is compared by `_compare_steps`
+    decoder = len(real.outputs) == 1 and is_decoder(bare(model))
+    if decoder:  # the scores; `_compare_steps` compares the cache
         simulated, exact = simulated[:1], exact[:1]
+        rounded = None if rounded is None else rounded[:1]
     results = real.run(real.feed(*args, **kwargs))
     if len(results) != len(simulated):
         raise ArtefactError(
@@ -309,7 +327,7 @@ def _compare(
             code="output-count",
         )
     agrees = True
-    for (path, tensor), array, truth in zip(simulated, results, exact, strict=True):
+    for index, ((path, tensor), array, truth) in enumerate(zip(simulated, results, exact, strict=True)):
         if tuple(array.shape) != tuple(tensor.shape):
             raise ArtefactError(
                 "the artefact's output has a different shape than the model's",
@@ -320,16 +338,20 @@ def _compare(
             )
         ours, exactly = as_array(tensor), as_array(truth)
         refuse_nan(path, simulated=ours, real=array, exact=exactly, runtime=real.name)
-        sums.setdefault(path or "output", AgreementSums()).add(ours, array, exactly)
-        agrees = agrees and agreement_of(path, ours, array, exactly).passed
+        noisy = None if rounded is None else as_array(rounded[index][1])
+        if decoder and tensor.dim() == 3:  # a row for each token
+            ours, array, exactly = (one.reshape(-1, one.shape[-1]) for one in (ours, array, exactly))
+            noisy = None if noisy is None else noisy.reshape(ours.shape)
+        sums.setdefault(path or "output", AgreementSums()).add(ours, array, exactly, noisy)
+        agrees = agrees and agreement_of(path, ours, array, exactly, noisy).passed
     if not agrees:
         growth.examine(args, kwargs, real=results, exact=[as_array(truth) for truth in exact])
 
 
 def _compare_steps(model: nn.Module, real: Runtime, batch: Any, sums: dict[str, AgreementSums]) -> None:
     """For a decoder: compare the scores of a prompt and of single tokens after it, each side with its own cache."""
-    ids = next((tensor for _, tensor in tensors_in(batch)), None)
-    if real.cache is None or ids is None or ids.dim() != 2 or ids.shape[1] < 2:
+    ids, session = _token_ids(batch), real.decoding()
+    if session is None or ids is None or ids.shape[1] < 2:
         return
     tokens = as_array(ids[:1])
     prompt = max(1, tokens.shape[1] // 2)
@@ -337,16 +359,19 @@ def _compare_steps(model: nn.Module, real: Runtime, batch: Any, sums: dict[str, 
     with cached_forward(model) as sizes:
         simulated, exact = (SimulatedDecoder(model, sizes) for _ in range(2))
         with in_mode(model, "quantize"), real.simulating(model):
-            session = DecoderSession(simulated)
-            ours = [session.feed(part) for part in parts]
+            decoder = DecoderSession(simulated)
+            ours = [decoder.feed(part) for part in parts]
+        noisy: list[NDArray[np.float32]] | None = None
+        if (own := real.rounding(model)) is not None:
+            with in_mode(model, "quantize"), own:
+                decoder = DecoderSession(SimulatedDecoder(model, sizes))
+                noisy = [decoder.feed(part) for part in parts]
         with in_mode(model, "float"):
-            session = DecoderSession(exact)
-            truth = [session.feed(part) for part in parts]
-    session = DecoderSession(real)
+            decoder = DecoderSession(exact)
+            truth = [decoder.feed(part) for part in parts]
     for index, part in enumerate(parts):
         name = "decoding" if index else "prompt"
         shape = (-1, ours[index].shape[-1])
-        refuse_nan(
-            name, simulated=ours[index], real=(found := session.feed(part)), exact=truth[index], runtime=real.name
-        )
-        sums.setdefault(name, AgreementSums()).add(*(one.reshape(shape) for one in (ours[index], found, truth[index])))
+        refuse_nan(name, simulated=ours[index], real=(found := session(part)), exact=truth[index], runtime=real.name)
+        compared = [ours[index], found, truth[index], *([] if noisy is None else [noisy[index]])]
+        sums.setdefault(name, AgreementSums()).add(*(one.reshape(shape) for one in compared))

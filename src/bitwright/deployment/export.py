@@ -121,11 +121,12 @@ def export(
     kind = artefact or default_artefact(attachment)
     if kind == QDQ and is_folder(path) and is_decoder(model):
         return _export_decoder(model, path, tokenizer=tokenizer or tokenizer_of(bare(model)), exact=exact)
-    if tokenizer is not None or exact:
+    writer = weight_file(kind)
+    if exact or (tokenizer is not None and writer is None):
         what, fix = "only the folder of a decoder has these arguments", "export into a folder: a path without suffix"
         raise ExportError(what, where="tokenizer, exact", value=str(path), fix=fix, code="ignored-argument")
-    if (writer := weight_file(kind)) is not None:
-        return _export_weights(model, path, kind, writer)
+    if writer is not None:
+        return _export_weights(model, path, kind, writer, tokenizer or tokenizer_of(bare(model)), inputs)
     path = onnx_path(path)
     sidecar = _sidecar(kind)
     for problem in unexportable(model, kind):
@@ -165,13 +166,16 @@ def _described(
     )
 
 
-def _export_weights(model: nn.Module, path: Path, kind: str, writer: WeightFile) -> Artefact:
+def _export_weights(
+    model: nn.Module, path: Path, kind: str, writer: WeightFile, tokenizer: Any, inputs: Any
+) -> Artefact:
     """Write integer weights without a graph."""
     if problems := writer.problems(model):
         raise PlanError(problems, title=f"the artefact {kind} can't store this model")
     refuse_odd_state(model, attachment_of(model))
     weights = integer_weights(model)
-    writer.write(model, weights, path)
+    noted = writer.write(model, weights, path, tokenizer=tokenizer, inputs=inputs)
+    log_warnings(noted)
     files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
     return Artefact(
         path=path,
@@ -183,6 +187,7 @@ def _export_weights(model: nn.Module, path: Path, kind: str, writer: WeightFile)
         inputs=(),
         outputs=(),
         kind=kind,
+        warnings=tuple(noted),
     )
 
 

@@ -32,6 +32,7 @@ from bitwright.quantizers import Quantizer, in_mode, quantizers_of, tapped
 MIN_SQNR = 30.0
 # Codes may differ by one if a sum is near a rounding boundary, and such flips propagate through a deep network. Real
 # differences in arithmetic (saturation, another scale) cause a larger error than quantization itself.
+MAX_ROUNDING = 1.5  # limit relative to the effect of the runtime's own rounding, which is as large as it is random
 MAX_SHARE = 0.5  # limit for an output, relative to the quantization error; a single site may differ by all of it
 
 
@@ -58,11 +59,14 @@ class OutputCheck:
     top1_agreement: float | None
     quantization_share: float
     """The runtime's deviation relative to the quantization error (simulation against float)."""
+    rounding_share: float | None = None
+    """The runtime's deviation relative to the effect of its own rounding. None: it rounds only as quantizers do."""
 
     @property
     def passed(self) -> bool:
-        """Whether the deviation is small, absolutely or relative to the quantization error."""
-        return self.sqnr_db >= MIN_SQNR or self.quantization_share <= MAX_SHARE
+        """Whether the deviation is small: absolutely, or relative to quantization or to the runtime's rounding."""
+        explained = self.rounding_share is not None and self.rounding_share <= MAX_ROUNDING
+        return explained or self.sqnr_db >= MIN_SQNR or self.quantization_share <= MAX_SHARE
 
 
 @dataclass
@@ -79,9 +83,22 @@ class AgreementSums:
     agree: int = 0
     agree_with_float: int = 0
     rows: int = 0
+    rounding: float | None = None
 
-    def add(self, simulated: NDArray[Any], real: NDArray[Any], exact: NDArray[Any]) -> None:
-        """Add the outputs of one batch. Equal infinities count as agreement."""
+    def add(
+        self,
+        simulated: NDArray[Any],
+        real: NDArray[Any],
+        exact: NDArray[Any],
+        rounded: NDArray[Any] | None = None,
+    ) -> None:
+        """Add the outputs of one batch. Equal infinities count as agreement.
+
+        `rounded` are those of the simulation with the runtime's own rounding.
+        """
+        if rounded is not None:
+            difference = _difference(rounded.astype(np.float64), simulated.astype(np.float64))
+            self.rounding = (self.rounding or 0.0) + float((difference**2).sum())
         s, r, f = (a.astype(np.float64) for a in (simulated, real, exact))
         if s.ndim == 2 and s.shape[1] > 1:
             self.agree += int((s.argmax(1) == r.argmax(1)).sum())
@@ -110,13 +127,20 @@ class AgreementSums:
             cosine=self.dot / max((self.signal * self.other) ** 0.5, 1e-300),
             top1_agreement=self.agree / self.rows if self.rows else None,
             quantization_share=share_of(self.error, self.quantization),
+            rounding_share=None if self.rounding is None else share_of(self.error, self.rounding),
         )
 
 
-def agreement_of(name: str, simulated: NDArray[Any], real: NDArray[Any], exact: NDArray[Any]) -> OutputCheck:
+def agreement_of(
+    name: str,
+    simulated: NDArray[Any],
+    real: NDArray[Any],
+    exact: NDArray[Any],
+    rounded: NDArray[Any] | None = None,
+) -> OutputCheck:
     """The agreement of one output for one batch."""
     sums = AgreementSums()
-    sums.add(simulated, real, exact)
+    sums.add(simulated, real, exact, rounded)
     return sums.result(name)
 
 

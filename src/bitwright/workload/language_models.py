@@ -213,7 +213,7 @@ def _read(wanted: TextModel) -> tuple[Any, Any]:
     if wanted.scheme == "gguf":
         options["gguf_file"] = path.name
     try:
-        with _quiet(), redirect_stderr(StringIO()):  # the bar of GGUF conversions has no switch
+        with quiet_transformers(), redirect_stderr(StringIO()):  # the bar of GGUF conversions has no switch
             tokenizer = AutoTokenizer.from_pretrained(place, **options)
             model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **options)
     except Exception as error:  # transformers raises different types, also those of its dependencies
@@ -229,7 +229,7 @@ def _read(wanted: TextModel) -> tuple[Any, Any]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Silence progress bars and log lines of transformers in this block."""
     from transformers.utils import logging
 
@@ -262,7 +262,7 @@ def _samples(wanted: TextModel, tokenizer: Any, *, limit: int | None) -> Tensor:
             fix="give a text file in UTF-8",
             code="unreadable-file",
         ) from error
-    with _quiet():
+    with quiet_transformers():
         begin = [token for token in tokenizer("a")["input_ids"][:1] if token == tokenizer.bos_token_id]
         tokens = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     each = wanted.sequence - len(begin)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bitwright.core.arguments import strict
-from bitwright.core.errors import ArtefactError, BitwrightError
+from bitwright.core.errors import ArtefactError, BitwrightError, Problem
 from bitwright.core.files import scratch_folder
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_array, eval_mode, map_tensors, tensors_in
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from bitwright.deployment.runtimes.decoding import CacheLayout
 
 
+FOLDER = ""
+"""The suffix of artefacts that are folders."""
+
+
 class Runtime(ABC):
     """A loaded artefact. It is called like the model: with tensors, and it returns a tensor or a tuple of tensors."""
 
@@ -48,6 +52,8 @@ class Runtime(ABC):
     """Whether an artefact can take any batch size; otherwise `write` fixes it to that of the example inputs."""
     deploys: ClassVar[bool] = True
     """False for runtimes that aren't for deployment; they are used only by name, and aren't compared or timed."""
+    decoders_only: ClassVar[bool] = False
+    """Whether it only runs language models; comparisons of other models leave it out."""
     activations: ClassVar[str] = "uint8/tensor/asym"
     """A format of activations with integer kernels in this runtime."""
     inputs: tuple[str, ...]
@@ -125,6 +131,26 @@ class Runtime(ABC):
     def simulating(self, model: nn.Module) -> AbstractContextManager[None]:
         """Let the simulation round as this runtime does, where its rounding differs from that of quantizers."""
         return nullcontext()
+
+    def rounding(self, model: nn.Module) -> AbstractContextManager[None] | None:
+        """Let the simulation also round what this runtime rounds beyond the plan. None: nothing.
+
+        Such a rounding can't be reproduced value by value, so that its effect is only a limit for differences.
+        """
+        return None
+
+    def decoding(self) -> Callable[[NDArray[Any]], NDArray[np.float32]] | None:
+        """A function that takes token ids, (samples, tokens), after those of its earlier calls, and returns scores.
+
+        None if this artefact isn't a decoder with a cache. Another call begins again.
+        """
+        from bitwright.deployment.runtimes.decoding import DecoderSession  # it is imported by runtimes
+
+        return None if self.cache is None else DecoderSession(self).feed
+
+    def concerns(self, model: nn.Module, ids: Tensor | None) -> list[Problem]:
+        """Warnings about the artefact that comparisons of numbers don't find; `ids` are tokens of the data."""
+        return []
 
     def feed(self, *args: Any, **kwargs: Any) -> dict[str, NDArray[Any]]:
         """The input arrays of a call of the model: keywords by name, the others in order."""
@@ -274,6 +300,11 @@ class OnnxReader(Runtime):
             return cls(opened)
 
 
+def artefact_file(path: Path) -> Path:
+    """The ONNX file of a decoder's folder; other paths are returned as they are."""
+    return path / "model.onnx" if path.is_dir() and (path / "model.onnx").is_file() else path
+
+
 def input_error(runtime: str, error: Exception) -> ArtefactError:
     """Convert a runtime's exception about its inputs to an ArtefactError."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -299,12 +330,12 @@ def open_runtime(name: str, path: str | Path, *, threads: int | None = None) -> 
     if reason is not None:
         what, fix = f"{name} isn't available: {reason}", f"pip install 'bitwright[{name}]'"
         raise ArtefactError(what, fix=fix, code="runtime-unavailable")
-    path = Path(path)
-    if not path.is_file():
-        fix = f"pass the path of an exported {kind.suffix} file"
+    path = Path(path) if kind.suffix == FOLDER else artefact_file(Path(path))
+    if not (path.is_dir() if kind.suffix == FOLDER else path.is_file()):
+        fix = f"pass the path of an exported {f'{kind.suffix} file' if kind.suffix else 'folder'}"
         raise ArtefactError("the artefact doesn't exist", where=str(path), fix=fix, code="no-such-artefact")
-    others = [other for other, (suffix, _) in suffixes().items() if suffix == path.suffix]
-    if others and path.suffix != kind.suffix:
+    others = [other for other, (suffix, _) in suffixes().items() if suffix and suffix == path.suffix]
+    if others and kind.suffix != FOLDER and path.suffix != kind.suffix:
         what = f"{name} reads {kind.suffix} files, but this is a file of {' and '.join(others)}"
         fix = f"check it on {others[0]} (--runtime {others[0]})"
         raise ArtefactError(what, where=str(path), fix=fix, code="other-runtime")
@@ -369,8 +400,9 @@ def readers(path: Path) -> list[str]:
 
     Raises an error if no runtime for this file is available.
     """
-    known = suffixes()
-    suffix = path.suffix if path.suffix in {own for own, _ in known.values()} else ".onnx"
+    known, path = suffixes(), artefact_file(path)
+    suffix = path.suffix if path.suffix and path.suffix in {own for own, _ in known.values()} else ".onnx"
+    suffix = FOLDER if path.is_dir() else suffix
     problems = {name: problem for name, (own, problem) in known.items() if own == suffix}
     usable = [name for name, problem in problems.items() if problem is None]
     if not usable:
