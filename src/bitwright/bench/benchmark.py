@@ -18,6 +18,7 @@ from bitwright.bench.comparison import (
     Accuracy,
     Comparison,
     Fastest,
+    GenerationRow,
     LatencyRow,
     OnRuntime,
     Size,
@@ -33,8 +34,10 @@ from bitwright.core.environment import environment
 from bitwright.core.errors import BitwrightError, DiskError, did_you_mean
 from bitwright.core.files import scratch_folder
 from bitwright.core.registry import BACKENDS, RUNTIMES
-from bitwright.core.tensor_tree import as_call
+from bitwright.core.tensor_tree import as_array, as_call, tensors_in
 from bitwright.deployment import Runtime, available_runtimes, measure_latency, open_runtime
+from bitwright.deployment.decoder import is_decoder
+from bitwright.deployment.measurement import measure_generation, peak_memory
 from bitwright.ptq.quantize import Quantized, SavedModel, load_prepared, quantize
 from bitwright.quantizers import strip
 from bitwright.workload import Workload, batches, can_measure, pairs
@@ -127,7 +130,11 @@ def _write(
         if given is not None and given.suffix == kind.suffix:
             path = given  # measure the file that will be served
         else:
-            path = folder / (f"{variant}{kind.suffix}" if kind.any_batch else f"{variant}-{batch}{kind.suffix}")
+            path = (
+                folder / variant / "model.onnx"
+                if kind.suffix == ".onnx" and is_decoder(model)
+                else folder / (f"{variant}{kind.suffix}" if kind.any_batch else f"{variant}-{batch}{kind.suffix}")
+            )
             if not path.exists():
                 settings.tell(f"exporting for {name}, {variant}" + ("" if kind.any_batch else f", batch {batch}"))
                 inputs = workload.inputs if kind.any_batch else batch_of(workload, batch)
@@ -218,7 +225,7 @@ def benchmark(
     opened: dict[str, Opened] = {}
     rows: dict[str, OnRuntime] = {}
     with scratch_folder() as folder:
-        for name in _wanted(runtimes, skipped):
+        for name in _wanted(runtimes, skipped, decoder=is_decoder(workload.model)):
             tell(f"preparing {name}")
             place = folder / name
             place.mkdir()
@@ -228,6 +235,9 @@ def benchmark(
                 raise  # unrelated to the runtime
             except BitwrightError as error:
                 skipped.append(Skipped(runtime=name, why=str(error)))
+        generation: list[GenerationRow] = []
+        if time and is_decoder(workload.model):
+            generation = _generate(workload, opened, batch_sizes[0], threads, tell)
         timings: list[LatencyRow] = []
         together: list[Together] = []
         if time and several:
@@ -247,6 +257,7 @@ def benchmark(
         skipped=tuple(skipped),
         fastest=tuple(_fastest(results, timings, together)),
         together=tuple(together),
+        generation=tuple(generation),
     )
 
 
@@ -275,9 +286,10 @@ def _refuse(workload: Workload, *, threads: int | None, several: bool, evaluate:
         log.warning("this system can't bind processes to cores: instances share all cores")
 
 
-def _wanted(runtimes: Iterable[str] | None, skipped: list[Skipped]) -> list[str]:
+def _wanted(runtimes: Iterable[str] | None, skipped: list[Skipped], *, decoder: bool) -> list[str]:
     found = available_runtimes()
-    names = list(found) if runtimes is None else list(runtimes)
+    usual = [name for name in found if decoder or found[name] is not None or not RUNTIMES.get(name).decoders_only]
+    names = usual if runtimes is None else list(runtimes)
     for name in names:
         if name not in found:
             raise BitwrightError("unknown runtime", value=name, fix=did_you_mean(name, found), code="unknown-name")
@@ -322,6 +334,37 @@ def _time(
         timing(name, variant, batch, threads, latency, yardstick=measured[name, "float"])
         for (name, variant), latency in measured.items()
     ]
+
+
+def _generate(
+    workload: Workload, opened: dict[str, Opened], batch: int, threads: int, tell: Callable[[str], None]
+) -> list[GenerationRow]:
+    """Prompts and generated tokens of all decoders in turns, and the memory of each in a process of its own."""
+    args, kwargs = as_call(batch_of(workload, 1))
+    ids = next(tensor for _, tensor in tensors_in((args, kwargs)))
+    sessions = {
+        (name, variant): found.sessions[variant, batch] for name, found in opened.items() for variant in VARIANTS
+    }
+    speeds = measure_generation(
+        sessions, as_array(ids), progress=lambda done, total, _: tell(f"generating tokens: {done} of {total}")
+    )
+    rows = []
+    for (name, variant), speed in speeds.items():
+        tell(f"measuring the memory of {name}, {variant}")
+        feed = sessions[name, variant].feed(*args, **kwargs)
+        memory = peak_memory(name, opened[name].files[variant, batch], feed, threads=threads)
+        row = GenerationRow(
+            runtime=name,
+            variant=variant,
+            prompt=speed.prompt,
+            threads=threads,
+            prefill=speed.prefill,
+            decode=speed.decode,
+            spread=speed.spread,
+            memory=memory,
+        )
+        rows.append(row)
+    return rows
 
 
 def _crowd(

@@ -271,6 +271,25 @@ def _percentiles(one: LatencyRow | Instance | Together) -> list[str | None]:
     return [None if value is None else formatting.number(value) for value in values]
 
 
+class GenerationRow(ResultModel):
+    """How fast a decoder reads prompts and generates tokens, and its memory."""
+
+    runtime: str
+    variant: Literal["float", "quantized"]
+    prompt: int = Field(description="Tokens of the prompt.")
+    threads: int
+    prefill: float = Field(description="Tokens of the prompt per second.")
+    decode: float = Field(description="Generated tokens per second.")
+    spread: float = Field(description="The interquartile range of a generated token's time relative to its median.")
+    memory: int = Field(description="Bytes that loading it and reading the prompt add to a process at most.")
+
+    def cells(self) -> Sequence[object]:
+        """The row of a table."""
+        doubt = " (unreliable)" if self.spread > UNSURE else ""
+        speeds = f"{self.prefill:,.0f}", f"{self.decode:,.0f}{doubt}"
+        return self.runtime, self.variant, self.prompt, *speeds, formatting.size(self.memory)
+
+
 class Skipped(ResultModel):
     """A runtime that was not measured."""
 
@@ -312,6 +331,7 @@ class Comparison(display.Summarized, ResultModel):
     skipped: tuple[Skipped, ...]
     fastest: tuple[Fastest, ...]
     together: tuple[Together, ...] = Field(default=(), description="Instead of timings, if instances were asked for.")
+    generation: tuple[GenerationRow, ...] = Field(default=(), description="Only for decoders.")
 
     def __repr__(self) -> str:
         """One line: the fastest runtime."""
@@ -334,6 +354,10 @@ class Comparison(display.Summarized, ResultModel):
             heads = ["runtime", "variant", "#batch", "#p50", "#p90", "#p99", "#of float", "#samples/s"]
             title = f"latency in ms, {formatting.counted(timings[0].threads, 'thread')}"
             yield display.Table(heads, [timing.cells() for timing in timings], title=title)
+        if self.generation:
+            heads = ["runtime", "variant", "#prompt", "#prefill, tokens/s", "#decode, tokens/s", "#memory"]
+            title = f"generation, {formatting.counted(self.generation[0].threads, 'thread')}"
+            yield display.Table(heads, [row.cells() for row in self.generation], title=title)
         if self.together:
             one = self.together[0]
             cores = formatting.counted(len(one.instances[0].cores), "core")

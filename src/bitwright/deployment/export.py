@@ -44,6 +44,7 @@ from bitwright.quantizers import Attachment, attachment_of
 from bitwright.quantizers.state import parameter_problems, state_problems
 from bitwright.workload.language_models import tokenizer_of
 
+_GGUF = "gguf"  # the artefact of files with this suffix
 _Rest = TypeVarTuple("_Rest")  # further results of writing a file
 
 
@@ -118,7 +119,7 @@ def export(
     """
     path = Path(path)
     attachment = attachment_of(model)
-    kind = artefact or default_artefact(attachment)
+    kind = artefact or (_GGUF if path.suffix == f".{_GGUF}" else default_artefact(attachment))
     if kind == QDQ and is_folder(path) and is_decoder(model):
         return _export_decoder(model, path, tokenizer=tokenizer or tokenizer_of(bare(model)), exact=exact)
     writer = weight_file(kind)
@@ -147,6 +148,11 @@ def export(
 def is_folder(path: Path) -> bool:
     """Whether a path is meant as a folder: it exists, or it has no suffix."""
     return path.is_dir() or not path.suffix
+
+
+def decoder_folder(model: nn.Module, path: Path) -> Path | None:
+    """The folder for a decoder whose file is `path`: a folder of its own for each model.onnx."""
+    return path.parent if path.name == "model.onnx" and is_decoder(bare(model)) else None
 
 
 def _described(
@@ -216,13 +222,7 @@ def _export_decoder(model: nn.Module, folder: Path, *, tokenizer: Any, exact: bo
     with cached_forward(model) as sizes, replacing_onnx(path) as (temporary, data):
         call = decoder_example(model, sizes)
         traced = trace(model, (), call, dynamic_batch=True, sizes=dynamic_sizes)
-        if not traced.exported.axes:
-            problem = traced.exported.warnings[0]
-            fix = "export it as a plain model, with export(model, path, inputs)"
-            raise ExportError(problem.what, where=problem.where, fix=fix, code="fixed-batch")
-        onnx_model = _translate(traced.program)
-        noted = to_float32(onnx_model, model, call)
-        name_values(onnx_model)
+        onnx_model, noted = _decoder_model(traced.exported, model, call)
         counts, text = _write(onnx_model, attachment, traced.recorded, QDQ, None)
         _save(onnx_model, attachment, temporary, data, text, None)
         verify_decoder(model, sizes, temporary)
@@ -331,11 +331,15 @@ def marked_program(
 def export_float(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True) -> Path:
     """Write the float model as ONNX, the reference for comparisons of size, latency and accuracy.
 
+    A decoder of transformers is written with its cache if `path` is a folder, as `export` does.
+
     >>> import tempfile, torch, bitwright
     >>> path = bitwright.export_float(torch.nn.Linear(8, 4), tempfile.mkdtemp() + "/model.onnx", torch.randn(1, 8))
     >>> path.name
     'model.onnx'
     """
+    if is_folder(Path(path)) and is_decoder(bare(model)):
+        return _export_float_decoder(model, Path(path))
     path = onnx_path(path)
     args, kwargs = as_call(inputs)
     with replacing_onnx(path) as (temporary, data):
@@ -343,6 +347,35 @@ def export_float(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_bat
         _, noted = _verified(model, temporary, (args, kwargs), write, dynamic_batch)
     log_warnings(noted)
     return path
+
+
+def _export_float_decoder(model: nn.Module, folder: Path) -> Path:
+    """Write a decoder with its cache, without quantizers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "model.onnx"
+    with cached_forward(model) as sizes, replacing_onnx(path) as (temporary, data):
+        call = decoder_example(model, sizes)
+        with eval_mode(model):
+            exported = export_program(model, (), call, True, dynamic_sizes)
+        onnx_model, noted = _decoder_model(exported, model, call)
+        _drop_inferable(onnx_model)
+        save_onnx(onnx_model, temporary, data)
+        verify_decoder(model, sizes, temporary)
+    log_warnings(noted)
+    write_generation_files(model, folder, sizes, tokenizer=tokenizer_of(bare(model)), exact=False)
+    return path
+
+
+def _decoder_model(exported: Exported, model: nn.Module, call: Any) -> tuple[ir.Model, tuple[Problem, ...]]:
+    """The ONNX model of a decoder with its cache, and warnings."""
+    if not exported.axes:
+        problem = exported.warnings[0]
+        fix = "export it as a plain model, with export(model, path, inputs)"
+        raise ExportError(problem.what, where=problem.where, fix=fix, code="fixed-batch")
+    onnx_model = _translate(exported.program)
+    noted = to_float32(onnx_model, model, call)
+    name_values(onnx_model)
+    return onnx_model, noted
 
 
 def _export_float(

@@ -115,6 +115,80 @@ def measure_latency(
     return {name: Latency.of(values) for name, values in times.items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerationSpeed:
+    """How fast a decoder reads a prompt, and generates one token after the other."""
+
+    prompt: int
+    """Tokens of the prompt."""
+    prefill: float
+    """Tokens of the prompt per second."""
+    decode: float
+    """Generated tokens per second."""
+    spread: float = 0.0
+    """The interquartile range of the time of a generated token relative to its median."""
+
+
+@strict
+def measure_generation(
+    runtimes: Mapping[Name, Runtime],
+    prompt: NDArray[Any],
+    *,
+    tokens: Count = 16,
+    runs: Count = 5,
+    progress: Progress | None = None,
+) -> dict[Name, GenerationSpeed]:
+    """Let open runtimes of decoders read `prompt`, (1, tokens), and generate `tokens`, `runs` times and in turns.
+
+    Runtimes without a cache of keys and values are left out.
+
+    >>> import tempfile, torch, bitwright
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes)).eval()
+    >>> model.config.use_cache = False
+    >>> ids = torch.arange(12).view(2, 6)
+    >>> quantized = bitwright.quantize(model, [{"input_ids": ids}], "w8a16")
+    >>> artefact = quantized.export(tempfile.mkdtemp())
+    >>> opened = {"onnxruntime": bitwright.open_runtime("onnxruntime", artefact.path)}
+    >>> speed = measure_generation(opened, ids[:1].numpy(), tokens=4, runs=2)["onnxruntime"]
+    >>> speed.prompt, speed.prefill > 0, speed.decode > 0
+    (6, True, True)
+    """
+    times: dict[Name, tuple[list[float], list[float]]] = {}
+    order, shuffler = list(runtimes.items()), random.Random(0)
+    for done in range(runs + 1):  # the first run warms up
+        shuffler.shuffle(order)
+        for name, runtime in order:
+            step = runtime.decoding()
+            if step is None:
+                continue
+            start = time.perf_counter()
+            scores = step(prompt)
+            read = [time.perf_counter() - start]
+            written = []
+            for _ in range(tokens):
+                ids = scores[:, -1:].argmax(axis=-1).astype(np.int64)
+                start = time.perf_counter()
+                scores = step(ids)
+                written.append(time.perf_counter() - start)
+            known = times.setdefault(name, ([], []))
+            if done:
+                known[0].extend(read)
+                known[1].extend(written)
+        if progress is not None:
+            progress(done, runs, "generating")
+    return {
+        name: GenerationSpeed(
+            prompt=prompt.shape[1],
+            prefill=prompt.shape[1] / median(read),
+            decode=1 / median(written),
+            spread=relative_spread(written),
+        )
+        for name, (read, written) in times.items()
+    }
+
+
 _SECONDS = 600
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from bitwright.core import formatting
 from bitwright.core.arguments import Count, strict
 from bitwright.core.display import Progress, Summarized, phases
-from bitwright.core.errors import BitwrightError, PlanError
+from bitwright.core.errors import ArtefactError, BitwrightError, PlanError
 from bitwright.core.output_folder import locked_file, replacing_with_siblings
 from bitwright.core.registry import ARTEFACTS, RUNTIMES
 from bitwright.deployment import Artefact, Check, Runtime, check, default_runtime, export, export_float, open_runtime
@@ -72,10 +73,10 @@ def export_workload(
 ) -> ExportedFile:
     """Write the artefact of a saved model of a workload, or without `saved` the float model.
 
-    The suffix of `path` determines the runtime: .onnx, .pt2 (inductor), .pte (ExecuTorch), .param (ncnn) or .tflite
-    (LiteRT). `artefact` is the kind of artefact, by default the backend's first. Without `dynamic_batch`, the batch is
-    that of the example inputs. A folder (no suffix) gets a decoder
-    with its cache and the files of onnxruntime-genai.
+    The suffix of `path` determines the runtime: .onnx, .gguf (llama.cpp), .pt2 (inductor), .pte (ExecuTorch), .param
+    (ncnn) or .tflite (LiteRT). `artefact` is the kind of artefact, by default the backend's first. Without
+    `dynamic_batch`, the batch is that of the example inputs. A folder (no suffix) gets a decoder with its cache and the
+    files of onnxruntime-genai.
 
     >>> import tempfile, torch
     >>> from bitwright import Workload, export_workload
@@ -88,6 +89,8 @@ def export_workload(
     """
     path, begin = Path(path), phases(progress)
     found: Workload | None = None
+    if saved is not None and artefact is None and path.suffix == ".gguf":
+        artefact = "gguf"
     if saved is not None and artefact is not None and weight_file(artefact) is not None:
         found = _loaded(workload, saved, progress)
         begin("exporting")
@@ -99,7 +102,7 @@ def export_workload(
             begin("exporting")
             decoder = export(found.model, path, found.inputs, artefact=artefact)
             return ExportedFile(path=decoder.path, bytes=decoder.bytes, artefact=decoder)
-    if path.suffix not in {own for own, _ in suffixes().values()}:
+    if not path.suffix or path.suffix not in {own for own, _ in suffixes().values()}:
         path = onnx_path(path)  # raises
     if path.suffix != ".onnx" and (own := runtimes_that_read(path)) != runtimes_that_read(Path("model.onnx")):
         return _export_for(own[0], workload, path, saved, progress)
@@ -181,10 +184,21 @@ def check_workload(
         result = check(found.model, path, data, runtime=chosen, per_site=per_site)
         if not result.passed and not per_site:
             data = rebatched(probes(found, size or 1), size)
-            sites = check(found.model, path, data, runtime=name, per_site=True, measure=False)
-            result = replace(result, sites=sites.sites, unseen=sites.unseen, probe=sites.probe)
+            with suppress_hidden():
+                sites = check(found.model, path, data, runtime=name, per_site=True, measure=False)
+                result = replace(result, sites=sites.sites, unseen=sites.unseen, probe=sites.probe)
         results.append(result)
     return results
+
+
+@contextmanager
+def suppress_hidden() -> Iterator[None]:
+    """Leave this block if a runtime doesn't expose the sites of its artefacts."""
+    try:
+        yield
+    except ArtefactError as error:
+        if "contents-not-accessible" not in error.codes:
+            raise
 
 
 def read_plan(path: Path, workload: str | None) -> Plan:

@@ -244,17 +244,17 @@ class OnnxReader(Runtime):
 
     @classmethod
     def write(cls, model: nn.Module, path: Path, inputs: Any) -> None:
-        """Write QDQ ONNX, with a dynamic batch if the model's code allows it."""
-        from bitwright.deployment.export import export  # it imports this module
+        """Write QDQ ONNX, with a dynamic batch if the model's code allows it; a decoder with its cache."""
+        from bitwright.deployment.export import decoder_folder, export  # it imports this module
 
-        export(model, path, inputs)
+        export(model, decoder_folder(model, path) or path, inputs)
 
     @classmethod
     def write_float(cls, model: nn.Module, path: Path, inputs: Any) -> None:
-        """Write the float model as ONNX."""
-        from bitwright.deployment.export import export_float
+        """Write the float model as ONNX; a decoder with its cache."""
+        from bitwright.deployment.export import decoder_folder, export_float
 
-        export_float(model, path, inputs)
+        export_float(model, decoder_folder(model, path) or path, inputs)
 
     def array(self, tensor: Tensor) -> NDArray[Any]:
         """Convert floats to float32, which `export` always uses."""
