@@ -171,11 +171,13 @@ def _runtime(name: str, problem: str | None, packages: dict[str, str]) -> Runtim
         unchecked = "artefacts aren't checked on it"
         return RuntimeState(version=None, problem=problem, saturates=None, consequence=unchecked)
     lossy = saturates(name)
-    version = packages.get({"inductor": "torch", "litert": "ai-edge-litert"}.get(name, name))
+    version = packages.get({"inductor": "torch", "litert": "ai-edge-litert", "llamacpp": "xllamacpp"}.get(name, name))
     return RuntimeState(version=version, problem=None, saturates=lossy, consequence=_consequence(name, lossy=lossy))
 
 
 def _consequence(runtime: str, *, lossy: bool) -> str:
+    if RUNTIMES.get(runtime).decoders_only:
+        return "only language models"
     if not lossy:
         return "8-bit weights use their full range"
     tables = [table for table in map(backend, BACKENDS.names()) if table.runtime == runtime]
