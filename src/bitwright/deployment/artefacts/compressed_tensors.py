@@ -62,7 +62,7 @@ class CompressedTensors(WeightFile):
 
     def stores_activation(self, format: Format) -> bool:
         """Scales per token that are computed at run time, of int8 and FP8."""
-        return str(format) in ("int8/token/sym/dynamic", "fp8e4m3/token/dynamic")
+        return str(format) in ("int8/token/sym/dynamic", "int8/token/asym/dynamic", "fp8e4m3/token/dynamic")
 
     def write(
         self, model: nn.Module, weights: Sequence[IntegerWeight], path: Path, *, tokenizer: Any = None, inputs: Any = ()

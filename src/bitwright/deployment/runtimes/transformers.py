@@ -95,8 +95,9 @@ class Transformers(Runtime):
 
     @contextmanager
     def simulating(self, model: nn.Module) -> Iterator[None]:
-        """Round int8 activations as compressed-tensors does: the largest value of a token gets the code 127.5."""
-        dynamic = [q for q in quantizers_of(model).values() if q.spec.format.dynamic and "int" in self.rounds]
+        """Round symmetric activations as compressed-tensors does: the largest value of a token gets the code 127.5."""
+        formats = {quantizer: quantizer.spec.format for quantizer in quantizers_of(model).values()}
+        dynamic = [q for q, own in formats.items() if own.dynamic and own.symmetric and "int" in self.rounds]
         for quantizer in dynamic:
             quantizer.stand_in = _rounded
         try:
