@@ -12,6 +12,7 @@ import bitwright as bw
 from bitwright.core.formats import Format
 from bitwright.quantizers import quantizers_of
 from bitwright.quantizers.grid import extremes, grid_from_range
+from bitwright.quantizers.preparation import tapped
 
 transformers = pytest.importorskip("transformers")
 
@@ -41,16 +42,18 @@ DEEPSEEK = {
 }
 MODELS = {
     "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {**QWEN, "shared_expert_intermediate_size": 32},
     "Qwen3Moe": QWEN,
+    "DeepseekV2": DEEPSEEK,
     "DeepseekV3": DEEPSEEK,
     "GptOss": {"num_local_experts": 4, "head_dim": 8, "intermediate_size": 32},
 }
 EXPERTS = [f"model.layers.0.mlp.experts/_grouped_mm#{index}:input1" for index in (0, 1)]
 
 
-def mixture(name: str) -> Any:
+def mixture(name: str, implementation: str = "grouped_mm") -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **MODELS[name]})
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **MODELS[name]}, experts_implementation=implementation)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -64,9 +67,9 @@ def batch(tokens: int = 24) -> dict[str, Any]:
     return {"input_ids": ids, "use_cache": False}
 
 
-def quantized(name: str, **options: Any) -> bw.Quantized:
+def quantized(name: str, implementation: str = "grouped_mm", **options: Any) -> bw.Quantized:
     options = {"weights": "int4/group16", "activations": "float", "measure": False, **options}
-    return bw.quantize(mixture(name), [batch()], **options)
+    return bw.quantize(mixture(name, implementation), [batch()], **options)
 
 
 def stored(model: Any, index: int) -> Tensor:
@@ -138,3 +141,74 @@ def test_steps_list_the_experts_that_they_leave() -> None:
     made = quantized("Mixtral", steps=["gptq"])
     (ran,) = made.steps
     assert set(EXPERTS) <= set(ran.skipped)
+
+
+def test_the_default_implementation_is_the_grouped_one() -> None:
+    for name in MODELS:
+        config = getattr(transformers, f"{name}Config")(**{**SIZES, **MODELS[name]})
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        assert model.config._experts_implementation == "grouped_mm"
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_other_implementations_round_the_same_weights(name: str, implementation: str) -> None:
+    reference, made = quantized(name), quantized(name, implementation)
+    own = {site: q for site, q in quantizers_of(made.model).items() if "mlp.experts/" in site}
+    assert len(own) == 2
+    for site, (quantizer, expected) in zip(own, zip(own.values(), EXPERTS, strict=True), strict=True):
+        weight = stored(made.model, EXPERTS.index(expected))
+        same = quantizers_of(reference.model)[expected](weight)
+        kept = made.model.get_parameter(made.graph.by_name[site.rpartition(":")[0]].ports[0].sources[0].name)
+        rounded = quantizer(kept.detach())
+        torch.testing.assert_close(rounded if name == "GptOss" else rounded.transpose(1, 2), same)
+    with torch.no_grad():
+        torch.testing.assert_close(made.model(**batch()).logits, reference.model(**batch()).logits)
+    assert not [op for op, why in made.plan.float.items() if ".experts" in op and "biases" not in why]
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_a_loop_over_more_experts_than_in_calibration_rounds_them_too(name: str) -> None:
+    """The loop runs once for each expert that is used, so its number of operators depends on the data."""
+    options = {"weights": "int8/group16", "activations": "float", "measure": False}
+    made = bw.quantize(mixture(name, "eager"), [one_token()], **options)
+    assert [w.code for w in made.warnings] == ["unseen-expert", "unseen-expert"]
+    with torch.no_grad():
+        expected = bw.quantize(mixture(name), [batch()], **options).model(**batch()).logits
+        torch.testing.assert_close(made.model(**batch()).logits, expected)
+    assert {code for code, _ in made.model.bitwright.attachment.warnings} == {"unseen-expert"}
+
+
+def one_token() -> dict[str, Any]:
+    return {"input_ids": torch.tensor([[5]]), "use_cache": False}
+
+
+def test_activations_of_unseen_iterations_use_the_ranges_of_the_last_expert() -> None:
+    model = mixture("Mixtral", "eager")
+    bw.quantize(model, [one_token()], "int8", measure=False)
+    inputs = [site for site in quantizers_of(model) if "experts/linear" in site and site.endswith(":input")]
+    seen: list[str] = []
+    with torch.no_grad(), tapped(model, lambda site, quantizer, x: seen.append(site)):
+        model(**batch())
+    counts = [seen.count(site) for site in inputs]
+    assert len(inputs) in (2, 4)
+    assert sum(counts) > len(inputs)
+    assert not [code for code, _ in model.bitwright.attachment.warnings if code == "unseen-operator"]
+
+
+def test_experts_that_stay_in_float_by_request_are_listed() -> None:
+    plan = quantized("Mixtral", "batched_mm", keep_float="*experts/matmul#0").plan
+    assert plan.float["model.layers.0.mlp.experts/getitem#0"] == "kept in float by request"
+    assert "model.layers.0.mlp.experts/getitem#1:input0" in plan.sites
+
+
+def test_the_axis_of_groups_is_in_the_plan_file() -> None:
+    plan = quantized("GptOss", "batched_mm").plan
+    again = bw.Plan.from_yaml(plan.to_yaml())
+    assert {spec.axis for site, spec in again.sites.items() if "experts" in site} == {-2}
+    assert again == plan
+    model = mixture("GptOss", "batched_mm")
+    bw.quantize(model, [batch()], plan=again, measure=False)
+    scales = quantizers_of(model)["model.layers.0.mlp.experts/getitem#0:input0"].scale
+    assert scales.shape == (4, 2, 64)

@@ -11,6 +11,8 @@ from bitwright.graph.operators import is_product
 from bitwright.plan import NO_FOLDING
 
 Edge = tuple[str, str]  # (operator, port) that reads a tensor
+EXPERTS = "_grouped_mm"
+"""The rule of tables that run products with weights of experts."""
 _TRANSPOSES = ("attribute_T", "attribute_mT", "t")  # views of a stored weight
 
 
@@ -22,6 +24,11 @@ class Decisions:
         self.table = table
         self.kept = {n for n in graph.by_name if any(fnmatch.fnmatchcase(n, pattern) for pattern in keep)}
         self.bn = bn
+        self.selected: dict[str, set[str]] = {}  # product → ports that read weights of experts by an index
+        for name, selection in graph.selections.items():
+            self.selected.setdefault(selection.product, set()).add(selection.port)
+            if self.kept & {name, selection.product}:
+                self.kept |= {name, selection.product}
         self.tokens = token_model(graph)
         self.fold = {} if bn == NO_FOLDING else self._folds()
         self.quantized: dict[str, Rule] = {}
@@ -124,6 +131,13 @@ class Decisions:
         rule = self.table.operators.get(op.kind)
         if op.constant:
             return
+        selection = self.graph.selections.get(op.name)
+        if selection is not None:
+            product = self.table.operators.get(self.graph.by_name[selection.product].kind)
+            if product is not None and EXPERTS in self.table.operators and op.name not in self.kept:
+                self.quantized[op.name] = Rule(weights=(op.ports[0].name,))
+            return
+        selected = self.selected.get(op.name, set()) if EXPERTS in self.table.operators else set()
         if rule is None:
             if op.macs > 0 or is_product(op.kind):
                 reason = None if self.tokens is None else self.tokens.float_reason(op)
@@ -135,7 +149,10 @@ class Decisions:
         if self.tokens is not None and op.name in self.tokens.routers:
             self.float[op.name] = ROUTER
             return
+        if selected:
+            rule = rule.model_copy(update={"weights": tuple(port for port in rule.weights if port not in selected)})
         ports = [p for p in op.ports if _named(p, rule.inputs) and not self._is_weight(p, rule)]
+        ports = [port for port in ports if port.name not in selected]
         if not ports or not all(port.is_floating for port in ports):
             if op.macs > 0:
                 self.float[op.name] = "its input carries no floating-point numbers"

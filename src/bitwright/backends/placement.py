@@ -18,7 +18,7 @@ from bitwright.core.formats import Format
 from bitwright.core.registry import QUANTIZERS
 from bitwright.graph import Graph, Op, Port, Source
 from bitwright.graph.graph import SiteName, refuse_module_names
-from bitwright.graph.operators import EXPERT_PRODUCTS, can_hook, channel_axis, is_product
+from bitwright.graph.operators import EXPERT_PRODUCTS, SELECTING, can_hook, channel_axis, is_product
 from bitwright.plan import DEFAULT_STRATEGY, FoldSpec, Plan, SiteSpec
 
 UNUSED = (
@@ -102,6 +102,7 @@ def _integer_readers(graph: Graph, sites: Mapping[str, SiteSpec]) -> set[str]:
     """Operators that read a quantized tensor, through their own site or one at the producer's output."""
     placed = _placed(sites)
     made = {Source("op", op.name) for op in graph.ops if op.site("output") in placed}
+    made |= {Source("op", name) for name in graph.selections if graph.by_name[name].site("input0") in placed}
     return {
         op.name
         for op in graph.ops
@@ -126,6 +127,10 @@ def _reason(op: Op, decisions: Decisions) -> str:
     table = decisions.table
     if op.name in decisions.kept:
         return "kept in float by request"
+    if op.name in decisions.selected or op.name in decisions.graph.selections:
+        return f"{table.name} has no integer rule for weights of experts"
+    if op.kind in SELECTING and op.ports[0].role == "weight":
+        return "selects vectors, such as biases of experts, which are added in float"
     if op.constant:
         return "its result depends on parameters only, not on the input"
     if decisions.tokens is not None and (reason := decisions.tokens.float_reason(op)) is not None:
@@ -277,6 +282,8 @@ class _SitePlacer:
         """Limit the weights of 8-bit products. Edges may be 8-bit where other operators have fewer bits."""
         for site, op in self.reader.items():
             spec, feeding = self.sites.get(site), self._feeding(op)
+            if op.name in self.graph.selections:
+                continue  # multiplied in float after the selection
             if (
                 site in self.weight_only
                 or spec is None
@@ -292,7 +299,8 @@ class _SitePlacer:
     def _is_weight(self, site: str) -> bool:
         """Whether this is the weight of a layer, or of experts."""
         op = self.reader.get(self.sites[site].share or site)
-        return SiteName.parse(site).port == "weight" or (op is not None and op.kind in EXPERT_PRODUCTS)
+        experts = op is not None and (op.kind in EXPERT_PRODUCTS or op.name in self.graph.selections)
+        return SiteName.parse(site).port == "weight" or experts
 
     def _feeding(self, op: Op) -> str | None:
         source = self.decisions.feeding(op)
@@ -376,10 +384,17 @@ class _SitePlacer:
             self.sites[site] = SiteSpec(share=first, why="the same parameter")
             return
         self.reader[site] = op
-        if op.kind in EXPERT_PRODUCTS and self.weight.format.granularity in ("channel", "tensor"):
-            whole = replace(self.weight.format, granularity="group", group=port.shape[-2])
-            why = "weights of experts: one scale for each expert and channel"
-            self.sites[site] = replace(self.weight, format=whole, why=why)
+        selection = self.graph.selections.get(op.name)
+        if op.kind in EXPERT_PRODUCTS or selection is not None:
+            axis = -2 if selection is None else selection.axis
+            format, why = self.weight.format, _weight_reason(op)
+            if format.granularity in ("channel", "tensor"):
+                format = replace(format, granularity="group", group=port.shape[axis])
+                why = "weights of experts: one scale for each expert and channel"
+            elif selection is not None:
+                why = f"weights of experts, read by {selection.product}"
+            spec = replace(self.weight, format=format, why=why)
+            self.sites[site] = spec if selection is None else replace(spec, axis=axis)
             return
         if site in self.mixed and self.weight.format.granularity == "channel":
             one = replace(self.weight.format, granularity="tensor")

@@ -31,7 +31,7 @@ from bitwright.core.documents import parse_json
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.formatting import counted
 from bitwright.core.schemas import validated
-from bitwright.graph.operators import can_hook
+from bitwright.graph.operators import SELECTED, SELECTING, can_hook
 
 # The primary operator of each torch.nn module. Subclasses have the operator of their base class.
 _PRIMARY: dict[type[nn.Module], str] = {
@@ -276,6 +276,17 @@ class Parameter:
     dtype: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The use of selected weights."""
+
+    product: str
+    """The operator that multiplies with them, and its port."""
+    port: str
+    axis: int
+    """The axis along which the product sums."""
+
+
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Graph(Summarized):
@@ -384,6 +395,29 @@ class Graph(Summarized):
                     site = op.site(port.name)
                     owner[site] = first.setdefault(port.sources[0], site)
         return owner
+
+    @cached_property
+    def selections(self) -> dict[str, Selection]:
+        """Operators that select some of the weights of experts for a product, by name.
+
+        They read a stored stack of matrices and an index that depends on the input. `experts[index]` has no weights of
+        its own, so the stack has the quantizer, in front of the selection.
+        """
+        found: dict[str, Selection] = {}
+        for op in self.ops:
+            if op.kind not in SELECTING or op.constant or len(op.ports) < 2:
+                continue
+            stack, index = op.ports[:2]
+            if stack.role != "weight" or len(stack.shape) < 3 or not stack.is_floating or index.is_floating:
+                continue
+            if len(stack.sources) != 1 or stack.sources[0].kind != "param":
+                continue
+            readers = self.consumers.get(Source("op", op.name), ())
+            if len(readers) == 1 and (readers[0][0].kind, readers[0][1].name) in SELECTED:
+                product, port = readers[0]
+                axis = SELECTED[product.kind, port.name]
+                found[op.name] = Selection(product=product.name, port=port.name, axis=axis)
+        return found
 
     @property
     def macs(self) -> int:

@@ -274,6 +274,17 @@ Shape = tuple[int, ...]
 
 # Products of rows with one of several matrices of weights, those of experts.
 EXPERT_PRODUCTS = ("grouped_mm", "_grouped_mm")
+EXPERT_WEIGHTS = tuple((kind, "input1") for kind in EXPERT_PRODUCTS)
+
+# Operators that select some of the stored matrices by an index, and operand → the axis along which a product sums.
+SELECTING = ("getitem", "index_select")
+SELECTED: dict[tuple[str, str], int] = {
+    ("linear", "weight"): -1,
+    ("addmm", "weight"): -2,
+    ("matmul", "input0"): -1,
+    ("matmul", "input1"): -2,
+    ("_grouped_mm", "input1"): -2,
+}
 
 # Kinds of operators that multiply. Each of them must be quantized or listed.
 PRODUCTS = frozenset(

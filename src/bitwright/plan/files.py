@@ -183,6 +183,7 @@ def _specs(entries: Mapping[str, SiteEntry | str], prefix: str, problems: list[P
             quantizer=quantizer,
             quantizer_options=quantizer_options,
             guard=entry.guard,
+            axis=entry.axis,
             share=entry.share,
             why=entry.why or "",
         )
@@ -220,7 +221,7 @@ def spec_entry(spec: SiteSpec) -> dict[str, Any] | str:
         entry["quantizer"] = {"name": spec.quantizer, **spec.quantizer_options}
     elif spec.quantizer != "plain":
         entry["quantizer"] = spec.quantizer
-    for key in ("guard", "share"):
+    for key in ("guard", "axis", "share"):
         if getattr(spec, key) is not None:
             entry[key] = getattr(spec, key)
     if spec.why:

@@ -38,6 +38,8 @@ class SiteSpec:
     quantizer: str = "plain"
     quantizer_options: Mapping[str, Any] = field(default_factory=dict)
     guard: str | None = None
+    axis: int | None = None
+    """The axis of groups, at an operator that selects weights of experts; others have an axis of their own."""
     share: str | None = None
     why: str = ""
 

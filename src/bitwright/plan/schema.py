@@ -54,6 +54,9 @@ class SiteEntry(_Strict):
         default=None, description="Quantizer: a name, or a mapping with `name` and its options."
     )
     guard: str | None = Field(default=None, description="A limit on weights for exact accumulators on the target.")
+    axis: int | None = Field(
+        default=None, strict=True, description="The axis of groups, at an operator that selects weights of experts."
+    )
     share: NonBlank | None = Field(default=None, description="Use the quantizer of this other site.")
     why: str | None = Field(default=None, description="The reason for this choice.")
 

@@ -176,6 +176,8 @@ def _fits(name: str, spec: SiteSpec, graph: Graph, prefix: str) -> Iterator[Prob
     if grain == "tensor" or port is None:  # None: the bias of a folded norm
         return
     axis = (channel_axis if grain == "channel" else reduction_axis)(op.kind, port_name)
+    if spec.axis is not None and grain == "group":
+        axis = spec.axis
     if grain == "token" and op.kind.startswith("conv"):
         yield Problem(
             what=f"{op.kind} adds values of different tokens, so their scales can't differ",

@@ -116,8 +116,10 @@ class PtqContext:
         for op in self.graph.ops:
             quantizer = self.attachment.quantizers.get(op.site("weight"))
             if quantizer is None:
-                if op.kind in EXPERT_PRODUCTS and op.site("input1") in self.attachment.quantizers:
-                    self.skipped[op.site("input1")] = "steps don't change weights of experts: rounded to nearest"
+                experts = op.site("input0" if op.name in self.graph.selections else "input1")
+                known = op.kind in EXPERT_PRODUCTS or op.name in self.graph.selections
+                if known and experts in self.attachment.quantizers:
+                    self.skipped[experts] = "steps don't change weights of experts: rounded to nearest"
                 continue
             parameter = self.weight_of(op)
             if parameter is None:

@@ -18,6 +18,7 @@ from bitwright.graph.interception import ForwardShim, Interceptor
 from bitwright.graph.operators import (
     EXPERT_PRODUCTS,
     PRODUCTS,
+    SELECTING,
     carries_floats,
     hookable_kind,
     in_transform,
@@ -119,7 +120,9 @@ class Attachment(Interceptor):
         self.kernels: dict[str, Any] = {}  # operator → kernel
         self.tables: dict[str, list[HookTable]] = {}
         self.recorded: dict[str, list[OperatorCounts]] = {}  # path → counts of each call; other modules are not checked
-        self.tokens: dict[str, Tensor] = {}  # operator → rows of each expert in calibration
+        self.tokens: dict[str, Tensor] = {}  # operator → uses of each expert in calibration
+        # modules that select weights of experts by an index → operators in each iteration of a loop, by kind
+        self.experts: dict[str, dict[str, int]] = {}
         self.watching = True  # whether weights are compared with those of calibration
         self.warnings: dict[tuple[str, str], Problem] = {}  # (code, location) → warning; each is logged once
         self.root: ForwardShim | None = None  # the shim of the model itself, inside the wrappers of a trainer
@@ -214,14 +217,22 @@ class Attachment(Interceptor):
         if self.route is not None:
             place = None if hooks is None else self.route.place((path, call, kind), index, args, kwargs)
         elif eager and recorded is not None and index >= recorded.get(kind, 0):
-            self._note_unseen(f"{path}#{call}/{kind}#{index}" if call else f"{path}/{kind}#{index}")
+            place = self._place_unseen(path, call, kind, index, recorded.get(kind, 0))
         if hooks is None or place is None or place >= len(hooks):
             return run(*args, **kwargs)
         if eager:
             self._identify_weights(hooks[place], kind, func, args, kwargs)
-            if kind in EXPERT_PRODUCTS:
-                self._count_tokens(f"{path}/{kind}#{place}", hooks[place], locate(kind, func, args, kwargs))
+            if kind in EXPERT_PRODUCTS or path in self.experts:
+                self._count_tokens(kind, hooks[place], locate(kind, func, args, kwargs))
         return _run(hooks[place], kind, writes, run, args, kwargs)
+
+    def _place_unseen(self, path: str, call: int, kind: str, index: int, known: int) -> int:
+        """The hooks of an operator beyond the recorded ones: in a loop over experts, those of the last expert."""
+        each = self.experts.get(path, {}).get(kind, 0)
+        if 0 < each <= known:
+            return known - each + (index - known) % each
+        self._note_unseen(f"{path}#{call}/{kind}#{index}" if call else f"{path}/{kind}#{index}")
+        return index
 
     def _note_unseen(self, operator: str) -> None:
         """Warn about an operator that was not recorded and has no quantizers. In training, other branches may run."""
@@ -251,15 +262,22 @@ class Attachment(Interceptor):
             if problem is not None:
                 self.warn(problem)
 
-    def _count_tokens(self, operator: str, hooks: OpHooks, operands: list[tuple[str, Any, Tensor]]) -> None:
-        """Count the rows of each expert in calibration; their ends are the operator's last operand."""
-        quantizer = hooks.inputs.get("input1")
+    def _count_tokens(self, kind: str, hooks: OpHooks, operands: list[tuple[str, Any, Tensor]]) -> None:
+        """Count the uses of each expert in calibration, from the ends of their rows or from indices of experts."""
+        grouped = kind in EXPERT_PRODUCTS
+        quantizer = hooks.inputs.get("input1" if grouped else "input0")
         owner = quantizer.owner if isinstance(quantizer, Alias) else quantizer
-        ends = next((tensor for port, _, tensor in operands if port == "input2"), None)
-        if owner is None or not owner.observing or ends is None:
+        given = {port: tensor for port, _, tensor in operands}
+        if owner is None or not owner.observing or ("input2" if grouped else "input1") not in given:
             return
         with torch._C.DisableTorchFunction():
-            rows = torch.diff(ends.detach().cpu().long(), prepend=torch.zeros(1, dtype=torch.long))
+            if grouped:
+                rows = torch.diff(given["input2"].detach().cpu().long(), prepend=torch.zeros(1, dtype=torch.long))
+            elif kind in SELECTING and not given["input1"].is_floating_point():
+                rows = torch.bincount(given["input1"].reshape(-1).cpu(), minlength=given["input0"].shape[0])
+            else:
+                return
+            operator = owner.site.rpartition(":")[0]
             self.tokens[operator] = self.tokens[operator] + rows if operator in self.tokens else rows
 
     def note_unseen_experts(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, get_args
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean
 from bitwright.core.registry import KERNELS, QUANTIZERS
-from bitwright.graph import Graph, capture
+from bitwright.graph import Graph, Op, capture
 from bitwright.graph.graph import SiteName, primary_kind, site_name
 from bitwright.graph.interception import ForwardShim, bare, follow_checkpoints, install, uninstall
-from bitwright.graph.operators import EXPERT_PRODUCTS, PRODUCTS, channel_axis, reduction_axis
+from bitwright.graph.operators import EXPERT_WEIGHTS, PRODUCTS, channel_axis, reduction_axis
 from bitwright.plan import ComputeSpec, FoldSpec, Plan, SiteSpec
 from bitwright.quantizers.attachment import CONTAINER, Alias, Attachment, Container, OpHooks
 from bitwright.quantizers.base import Quantizer
@@ -308,6 +309,7 @@ class _Builder:
         self._repeat_weights()
         self.unseen: set[str] = set()
         if graph is not None:
+            self._find_experts(graph)
             self._count_recorded(graph)
 
     def _count_calls(self, graph: Graph | None) -> None:
@@ -326,8 +328,8 @@ class _Builder:
         """Count the recorded operators per kind and location, to detect others, which would silently run in float."""
         recorded = self.attachment.recorded
         for op in graph.ops:
-            if op.name.rpartition("/")[2].startswith(f"{op.kind}_int#"):
-                continue  # counted separately: it has no floating-point inputs
+            if _counted_apart(op):
+                continue
             calls = recorded.setdefault(op.module, [])
             while len(calls) <= op.call:
                 calls.append({})
@@ -337,6 +339,18 @@ class _Builder:
             if path not in ran and any(True for _ in module.parameters(recurse=False)):
                 recorded[path] = [{}]
                 self.unseen.add(path)
+
+    def _find_experts(self, graph: Graph) -> None:
+        """Find modules that select weights of experts, and the operators of one iteration if they do so in a loop."""
+        for name in graph.selections:
+            op = graph.by_name[name]
+            if op.module in self.attachment.experts or op.call:
+                continue
+            own = [o for o in graph.ops if o.module == op.module and not o.call and not _counted_apart(o)]
+            own = own[own.index(op) :]
+            again = [index for index, other in enumerate(own) if index and other.ports[:1] == op.ports[:1]]
+            loop = own[: again[0]] if again else own
+            self.attachment.experts[op.module] = Counter(other.kind for other in loop)
 
     def _repeat_weights(self) -> None:
         """Let later calls of a module use the same weight quantizer and fold."""
@@ -383,6 +397,9 @@ class _Builder:
         name, kind = located
         format = spec.format
         axis = (channel_axis if format.granularity == "channel" else reduction_axis)(kind, name.port)
+        selected = spec.axis is not None and format.granularity == "group"
+        if spec.axis is not None and selected:
+            axis = spec.axis
         try:
             quantizer: Quantizer = QUANTIZERS.get(spec.quantizer)(
                 spec,
@@ -390,7 +407,7 @@ class _Builder:
                 kind=kind,
                 port=name.port,
                 layout=Layout(format.granularity, axis, format.group),
-                weight=name.port in ("weight", "bias") or (kind in EXPERT_PRODUCTS and name.port == "input1"),
+                weight=name.port in ("weight", "bias") or selected or (kind, name.port) in EXPERT_WEIGHTS,
                 **spec.quantizer_options,
             )
         except TypeError as error:
@@ -491,3 +508,8 @@ class _Builder:
             # The root has a shim, but not all of its descendants: their operators would be counted as its own.
             self.attachment.recorded.pop("", None)
         return wanted
+
+
+def _counted_apart(op: Op) -> bool:
+    """Whether the operator has no floating-point inputs."""
+    return op.name.rpartition("/")[2].startswith(f"{op.kind}_int#")
