@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from bitwright.plan import Plan, SiteSpec
     from bitwright.profiling import DeviceProfile
     from bitwright.ptq import calibrate
+    from bitwright.ptq.blockwise import QuantizedFolder, quantize_folder
     from bitwright.ptq.quantize import Quantized, load, quantize
     from bitwright.quantizers import compile_arithmetic, prepare, quantizers_of, set_mode, strip
     from bitwright.reports.files import report
@@ -109,6 +110,7 @@ _HOMES = {
         "SiteSpec",
     ),
     "bitwright.ptq": ("calibrate",),
+    "bitwright.ptq.blockwise": ("QuantizedFolder", "quantize_folder"),
     "bitwright.ptq.quantize": (
         "Quantized",
         "load",
@@ -187,6 +189,7 @@ __all__ = [
     "Progress",
     "Qat",
     "Quantized",
+    "QuantizedFolder",
     "Record",
     "SiteSpec",
     "Space",
@@ -225,6 +228,7 @@ __all__ = [
     "prepare",
     "profile",
     "quantize",
+    "quantize_folder",
     "quantize_workload",
     "quantizers_of",
     "report",

@@ -187,13 +187,14 @@ def one_token() -> dict[str, Any]:
 def test_activations_of_unseen_iterations_use_the_ranges_of_the_last_expert() -> None:
     model = mixture("Mixtral", "eager")
     bw.quantize(model, [one_token()], "int8", measure=False)
-    inputs = [site for site in quantizers_of(model) if "experts/linear" in site and site.endswith(":input")]
+    inputs = [site for site in quantizers_of(model) if "experts/" in site and site.endswith(":output")]
     seen: list[str] = []
     with torch.no_grad(), tapped(model, lambda site, quantizer, x: seen.append(site)):
         model(**batch())
     counts = [seen.count(site) for site in inputs]
-    assert len(inputs) in (2, 4)
-    assert sum(counts) > len(inputs)
+    assert len(inputs) == 4
+    assert max(counts) > 1
+    assert min(counts) >= 1
     assert not [code for code, _ in model.bitwright.attachment.warnings if code == "unseen-operator"]
 
 

@@ -51,6 +51,7 @@ def quantize(
             "Run this file of MQBench's toolkit, instead of WORKLOAD and other options.", "--config", metavar="FILE"
         ),
     ] = None,
+    blockwise: Annotated[bool, option("Read and write weights of hf:FOLDER by blocks.", "--blockwise")] = False,
     data: Annotated[
         Path | None, option("With --config: the folder of images or texts.", "--data", metavar="FOLDER")
     ] = None,
@@ -69,7 +70,7 @@ def quantize(
 
     Accuracy is measured before and after, simulated and on the real runtime, if the workload has a metric. Steps are
     PTQ algorithms that recover accuracy without training. If they are interrupted, rerun the command to resume after
-    the last finished layer or block.
+    the last finished layer or block. --blockwise is for models that don't fit into memory: it writes only weights.
     """
     if config is not None:
         given = {"WORKLOAD": workload, "--backend": backend, "--plan": plan, "--precision": precision}
@@ -87,10 +88,11 @@ def quantize(
     require("--output", output, "--output FOLDER")
     assert workload is not None
     assert output is not None
-    from bitwright.workflows import quantize_workload  # imports torch, so later than the checks
+    from bitwright import quantize_folder, quantize_workload  # imports torch, so later than the checks
 
     with out.progress(f"loading {workload}") as progress:
-        result = quantize_workload(
+        run_on, own = (quantize_folder, {}) if blockwise else (quantize_workload, {"histograms": histograms})
+        result: Any = run_on(
             workload,
             output,
             backend=backend,
@@ -100,7 +102,7 @@ def quantize(
             steps=step or None,
             seed=seed,
             memory=memory,
-            histograms=histograms,
+            **own,
             progress=progress,
             **choices,
         )

@@ -26,6 +26,8 @@ __all__ = [
     "is_language_model",
     "language_model_problem",
     "load_language_model",
+    "next_token_loss",
+    "text_samples",
     "tokenizer_of",
     "with_text",
 ]
@@ -243,6 +245,23 @@ def quiet_transformers() -> Iterator[None]:
         messages.set_verbosity(level)
         if bars:
             messages.enable_progress_bar()
+
+
+def text_samples(wanted: TextModel, model: Any) -> Tensor:
+    """The samples of a text, without the weights of the model."""
+    from transformers import AutoTokenizer
+
+    try:
+        with _quiet():
+            tokenizer: Any = AutoTokenizer.from_pretrained(wanted.path, local_files_only=True)
+    except Exception as error:  # transformers raises different types, also those of its dependencies
+        raise WorkloadError(
+            f"transformers can't load this tokenizer: {type(error).__name__}: {first_line(error)}",
+            value=str(wanted.path),
+            fix="call AutoTokenizer.from_pretrained in Python",
+            code="model-not-loadable",
+        ) from error
+    return _samples(wanted, tokenizer, limit=getattr(model.config, "max_position_embeddings", None))
 
 
 def _samples(wanted: TextModel, tokenizer: Any, *, limit: int | None) -> Tensor:
