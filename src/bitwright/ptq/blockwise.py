@@ -61,7 +61,17 @@ _WHOLE = ("rotate",)
 @strict
 @dataclass(frozen=True, kw_only=True)
 class QuantizedFolder(Summarized):
-    """A folder of integer weights that `AutoModelForCausalLM.from_pretrained` loads."""
+    """A folder of integer weights that `AutoModelForCausalLM.from_pretrained` loads.
+
+    >>> import tempfile, bitwright
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    >>> folder = tempfile.mkdtemp()
+    >>> LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+    >>> made = bitwright.quantize_folder(f"hf:{folder}", folder + "/int4", group=32)
+    >>> made.bytes < made.float_bytes
+    True
+    """
 
     folder: Path
     plan: Plan
@@ -121,6 +131,15 @@ def quantize_folder(
     same pass if there is a text. Rerun an interrupted call with the same arguments to resume.
 
     The default `precision` is w4a16. Other arguments are those of `bitwright.quantize`.
+
+    >>> import tempfile, bitwright
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    >>> folder = tempfile.mkdtemp()
+    >>> LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+    >>> made = bitwright.quantize_folder(f"hf:{folder}", folder + "/int4", group=32)
+    >>> made.bytes < made.float_bytes
+    True
     """
     if precision is None and plan is None and not choices.get("weights"):
         precision = "w4a16"
