@@ -91,8 +91,7 @@ def quantize(
     from bitwright import quantize_folder, quantize_workload  # imports torch, so later than the checks
 
     with out.progress(f"loading {workload}") as progress:
-        run_on, own = (quantize_folder, {}) if blockwise else (quantize_workload, {"histograms": histograms})
-        result: Any = run_on(
+        result: Any = (quantize_folder if blockwise else quantize_workload)(
             workload,
             output,
             backend=backend,
@@ -102,7 +101,7 @@ def quantize(
             steps=step or None,
             seed=seed,
             memory=memory,
-            **own,
+            **({} if blockwise else {"histograms": histograms}),
             progress=progress,
             **choices,
         )
