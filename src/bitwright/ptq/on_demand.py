@@ -131,7 +131,7 @@ class OnDemandModel:
     def replaced(self, forwards: dict[str, Callable[..., Any]]) -> Iterator[None]:
         """Replace the forwards of blocks, whose weights are then not read."""
         self.skip = forwards
-        before = {path: self.units[path].__dict__.get("forward") for path in forwards}
+        before: dict[str, Any] = {path: self.units[path].__dict__.get("forward") for path in forwards}
         for path, forward in forwards.items():
             self.units[path].__dict__["forward"] = forward
         try:
@@ -156,10 +156,11 @@ def _skeleton(folder: Path) -> Any:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[assignment, method-assign]
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        known_models: Any = AutoModelForCausalLM
+        model: Any = known_models.from_config(config, dtype=torch.float32)
     except Exception as error:  # transformers raises different types, also those of its dependencies
         raise WorkloadError(
             f"transformers can't build this model: {type(error).__name__}: {first_line(error)}",
