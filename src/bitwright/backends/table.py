@@ -71,24 +71,25 @@ class Rule(Strict):
     inputs: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     when: Literal["always", "between-anchors", "fused"] = Field(
-        "always",
+        default="always",
         description="between-anchors: only if all inputs come from anchors; "
         "fused: only if the target fuses the operator into a preceding anchor.",
     )
     unless: tuple[Literal["embedding", "broadcast"], ...] = Field(
-        (), description="Stay float after an embedding, or if an operand is broadcast (attention masks)."
+        default=(), description="Stay float after an embedding, or if an operand is broadcast (attention masks)."
     )
     output: bool = Field(
-        False, description="Quantize the (fused) output even if its readers are float, because the target requires it."
+        default=False,
+        description="Quantize the (fused) output even if its readers are float, because the target requires it.",
     )
     float_operands: int = Field(
-        0,
+        default=0,
         ge=0,
         le=100,
         description="Number of operands that stay float because the target fuses the add into the preceding operator.",
     )
     shared: bool = Field(
-        False,
+        default=False,
         description="Use one grid for operands and output: the target copies codes without rescaling.",
     )
     why: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -91,17 +92,17 @@ def quantize(
     from bitwright import quantize_folder, quantize_workload  # imports torch, so later than the checks
 
     with out.progress(f"loading {workload}") as progress:
-        result: Any = (quantize_folder if blockwise else quantize_workload)(
+        folder = partial(quantize_folder, steps=step or ())
+        function: Any = folder if blockwise else partial(quantize_workload, steps=step or None, histograms=histograms)
+        result: Any = function(
             workload,
             output,
             backend=backend,
             plan=plan,
             precision=precision,
             samples=samples,
-            steps=step or None,
             seed=seed,
             memory=memory,
-            **({} if blockwise else {"histograms": histograms}),
             progress=progress,
             **choices,
         )

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from bitwright.backends import DEFAULT_BACKEND, Choices, make_plan, plan_warnings, resolve_for_backend
 from bitwright.backends import backend as find_backend
 from bitwright.core.arguments import Amount, Seed, strict
-from bitwright.core.arrays import read_tensors
 from bitwright.core.display import Progress, Summarized, Table
-from bitwright.core.documents import read_json
+from bitwright.core.documents import read_json, read_tensors
 from bitwright.core.errors import BitwrightError, PlanError, Problem, WorkloadError, log_warnings
 from bitwright.core.files import file_fingerprint, fingerprint, replacing, write_text
 from bitwright.core.formats import Format
@@ -415,7 +414,7 @@ class _Run:
                         seen.append(_arguments(signature, block, args, kwargs))
                         raise _Stop
 
-                    skip = {one: partial(_passing, hidden) for one in before}
+                    skip = {} if hidden is None else {one: partial(_passing, hidden) for one in before}
                     with self.own.replaced({**skip, path: reach}), suppress(_Stop):
                         self.model(input_ids=ids)
                     call = seen[0]
