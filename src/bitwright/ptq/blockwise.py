@@ -33,14 +33,14 @@ from bitwright.core.files import file_fingerprint, fingerprint, replacing, write
 from bitwright.core.formats import Format
 from bitwright.core.interrupts import resumable, safe_point, uninterrupted
 from bitwright.core.output_folder import locked, staged_output
-from bitwright.deployment.artefacts.compressed_tensors import CompressedTensors, quantization_config, stored
+from bitwright.deployment.artefacts.compressed_tensors import PACKED, CompressedTensors, quantization_config, stored
 from bitwright.deployment.artefacts.weights import IntegerWeight, integer_weights
 from bitwright.graph import Graph, capture
 from bitwright.plan import Plan
 from bitwright.ptq.on_demand import OnDemandModel
 from bitwright.ptq.quantize import quantize
 from bitwright.ptq.step import MEMORY, Step, read_steps
-from bitwright.quantizers import Grid, attachment_of, find_attachment, prepare, strip
+from bitwright.quantizers import attachment_of, find_attachment, prepare, strip
 from bitwright.workload.language_models import (
     TextModel,
     is_language_model,
@@ -233,7 +233,7 @@ class _Run:
             raise PlanError([Problem(what="the plan quantizes nothing", code="nothing-to-quantize")])
         attachment = attachment_of(self.model)
         activations = [site for site, q in attachment.quantizers.items() if not q.weight]
-        problems = CompressedTensors().problems(self.model)
+        problems = _BlockFiles().problems(self.model)
         strip(self.model)
         if activations:
             raise PlanError(
@@ -480,7 +480,7 @@ class _Run:
                 if file.is_file() and not weights and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, staged / file.name)
             config = json.loads((self.wanted.path / "config.json").read_text(encoding="utf-8"))
-            config["quantization_config"] = quantization_config(self.model, list(self._written()))
+            config["quantization_config"] = quantization_config(self.model, self._formats(), {})
             write_text(staged / "config.json", json.dumps(config, indent=2) + "\n")
             where: dict[str, str] = {}
             for old, new in names.items():
@@ -505,19 +505,19 @@ class _Run:
             write_text(staged / "quantization.json", json.dumps(made.to_dict(), indent=1) + "\n")
         return made
 
-    def _written(self) -> Iterator[IntegerWeight]:
-        """The integer weights that were written, without codes."""
+    def _formats(self) -> list[tuple[str, dict[str, Format]]]:
+        """The layers that were written, grouped by format."""
+        found: dict[str, dict[str, Format]] = {}
         for unit in self.done:
             for entry in unit["weights"]:
-                nothing = torch.empty(entry["shape"], device="meta")
-                grid = Grid(torch.ones(()), torch.zeros(()), 0, 0)
-                yield IntegerWeight(
-                    site=f"{entry['module']}:weight",
-                    module=entry["module"],
-                    codes=nothing,
-                    grid=grid,
-                    format=Format.parse(entry["format"]),
-                )
+                found.setdefault(entry["format"], {})[entry["module"]] = Format.parse(entry["format"])
+        return [(PACKED, members) for members in found.values()]
+
+
+class _BlockFiles(CompressedTensors):
+    """The files of the folder. A head that is tied to the embedding has no weight of its own to read."""
+
+    unties = False
 
 
 def _tensor_names(path: Path) -> list[str]:

@@ -252,7 +252,7 @@ def text_samples(wanted: TextModel, model: Any) -> Tensor:
     from transformers import AutoTokenizer
 
     try:
-        with _quiet():
+        with quiet_transformers():
             tokenizer: Any = AutoTokenizer.from_pretrained(wanted.path, local_files_only=True)
     except Exception as error:  # transformers raises different types, also those of its dependencies
         raise WorkloadError(

@@ -36,7 +36,7 @@ from bitwright.graph.interception import bare
 
 _Groups = list[tuple[str, list[IntegerWeight]]]  # layouts and their weights
 _WORD = 32
-_PACKED, _INT8, _FP8, _MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
+PACKED, _INT8, _FP8, _MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
 _WEIGHTS = "model.safetensors"
 _SITES = "bitwright.sites"
 
@@ -86,7 +86,8 @@ class CompressedTensors(WeightFile):
             file = staged / "config.json"
             known = json.loads(file.read_text(encoding="utf-8"))
             known["architectures"] = [type(bare(model)).__name__]
-            known["quantization_config"] = quantization_config(model, groups, activations)
+            formats = [(layout, {weight.module: weight.format for weight in members}) for layout, members in groups]
+            known["quantization_config"] = quantization_config(model, formats, activations)
             if _unties(model, weights):
                 known["tie_word_embeddings"] = False
             write_text(file, json.dumps(known, indent=2) + "\n")
@@ -136,7 +137,7 @@ def _groups(weights: Sequence[IntegerWeight], activations: dict[str, Format]) ->
     """Weights with the same format of weights and inputs."""
     found: dict[tuple[str, str], tuple[str, list[IntegerWeight]]] = {}
     for weight in weights:
-        given, layout = activations.get(weight.module), _PACKED
+        given, layout = activations.get(weight.module), PACKED
         if weight.format.minifloat is not None:
             layout = _FP8
         elif given is not None and weight.format.bits == 8:
@@ -146,7 +147,7 @@ def _groups(weights: Sequence[IntegerWeight], activations: dict[str, Format]) ->
     return list(found.values())
 
 
-def stored(weight: IntegerWeight, dtype: torch.dtype, layout: str = _PACKED) -> dict[str, Tensor]:
+def stored(weight: IntegerWeight, dtype: torch.dtype, layout: str = PACKED) -> dict[str, Tensor]:
     """The tensors of one layer."""
     scale = weight.by_group(weight.grid.scale).to(dtype).contiguous()
     if weight.format.minifloat is not None:
@@ -202,9 +203,11 @@ def unpacked(words: Tensor, bits: int, columns: int) -> Tensor:
     return torch.from_numpy((parts << np.arange(bits)).sum(-1))
 
 
-def quantization_config(model: nn.Module, groups: _Groups, activations: dict[str, Format]) -> dict[str, Any]:
-    """The entry `quantization_config` of config.json: one group of layers for each format."""
-    modules = {weight.module for _, members in groups for weight in members}
+def quantization_config(
+    model: nn.Module, groups: Sequence[tuple[str, dict[str, Format]]], activations: dict[str, Format]
+) -> dict[str, Any]:
+    """The entry `quantization_config` of config.json. `groups` has a layout and the format of each layer."""
+    modules = {name for _, members in groups for name in members}
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     layouts = sorted({layout for layout, _ in groups})
     found: dict[str, Any] = {
@@ -214,9 +217,9 @@ def quantization_config(model: nn.Module, groups: _Groups, activations: dict[str
         "ignore": [name for name in linears if name not in modules],
         "config_groups": {
             f"group_{number}": {
-                "targets": [weight.module for weight in members],
-                "weights": _arguments(members[0].format),
-                "input_activations": _arguments(given) if (given := activations.get(members[0].module)) else None,
+                "targets": list(members),
+                "weights": _arguments(next(iter(members.values()))),
+                "input_activations": _arguments(given) if (given := activations.get(next(iter(members)))) else None,
                 "output_activations": None,
                 "format": layout,
             }
@@ -228,7 +231,7 @@ def quantization_config(model: nn.Module, groups: _Groups, activations: dict[str
     if (
         not activations
         and len(groups) == 1
-        and any(not weight.format.symmetric for _, members in groups for weight in members)
+        and any(not format.symmetric for _, members in groups for format in members.values())
     ):
         found["dequantize"] = True  # transformers 5.23 reads packed zero points only this way
     return found

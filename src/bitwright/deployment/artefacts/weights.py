@@ -89,7 +89,9 @@ class WeightFile(ABC):
         if not quantizer.weight and quantizer.port != "weight":
             if self.stores_activation(quantizer.spec.format):
                 return None
-            reason = ("it doesn't store this format of activations", 'quantize with activations="float"')
+            symmetric = "int8/token/sym/dynamic"
+            stored = symmetric if self.stores_activation(Format.parse(symmetric)) else "float"
+            reason = ("it doesn't store this format of activations", f'quantize with activations="{stored}"')
         elif linear is None:
             reason = ("it stores only weights of linear layers", f'keep_float="{site.rpartition(":")[0]}"')
         elif is_shared(model, linear, with_embedding=not self.unties):
@@ -101,7 +103,7 @@ class WeightFile(ABC):
         if reason is None:
             return None
         what, fix = reason
-        name = next(name for name in ARTEFACTS.names() if ARTEFACTS.get(name) is type(self))
+        name = next(name for name in ARTEFACTS.names() if isinstance(self, ARTEFACTS.get(name)))
         return Problem(
             what=f"{name} can't store this site: {what}",
             where=site,
