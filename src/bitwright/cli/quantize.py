@@ -87,8 +87,7 @@ def quantize(
     exclude("WORKLOAD", {"--data": data, "--checkpoint": checkpoint, "--iterations": iterations})
     require("WORKLOAD", workload, "bitwright quantize WORKLOAD -o FOLDER, or --config FILE")
     require("--output", output, "--output FOLDER")
-    assert workload is not None
-    assert output is not None
+    assert workload is not None and output is not None
     from bitwright import quantize_folder, quantize_workload  # imports torch, so later than the checks
 
     with out.progress(f"loading {workload}") as progress:
