@@ -13,7 +13,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +38,7 @@ _SPREAD_DB = (
     15.0  # or that of the traced size minus this, for half precision and outputs that are mostly rounding error
 )
 _SEARCHED = 256  # the largest size that is tried to violate a condition of the program
+_TOLERATED = 10**-1.5  # the artefact's deviation relative to the output, at any size
 _NO_WORSE = 4.0  # maximum error relative to that of the traced size
 
 
@@ -65,9 +67,8 @@ class Axis:
 
     def sizes(self) -> tuple[int, ...]:
         """Sizes to try: 1 and 2, which are often special cases in code, and a larger odd one."""
-        larger = 2 * self.size + 1
-        beyond = [self.upper + 1] if self.upper is not None else [larger, 2 * self.size]
-        return tuple(size for size in dict.fromkeys([1, 2, *beyond]) if size != self.size)
+        beyond = self.size + 1 + self.size % 2 if self.upper is None else self.upper + 1
+        return tuple(size for size in dict.fromkeys([1, 2, beyond]) if size != self.size)
 
 
 def free_axes(program: torch.export.ExportedProgram, nest: Any) -> list[Axis]:
@@ -158,25 +159,24 @@ def _frozen_reason(
     args, kwargs = call
     real = _opened(path)
     with torch.no_grad(), eval_mode(model):
-        verifier = _Verifier(model=model, program=program.module(check_guards=False), real=real, flat=flat)
-        usual = _worst_db(verifier.outputs("float", args, kwargs), verifier.traced(args, kwargs))
-        verifier = replace(verifier, usual_db=usual)
-        baseline = verifier.artefact_error(args, kwargs)
+        verifier = _Verifier(model, program.module(check_guards=False), real, args, kwargs, flat=flat)
         for axis in axes:
-            tried = 0
+            tried: set[int] = set()
             broken = _breaking_sizes(model, program, (args, kwargs), axis, flat=flat)
-            for size in dict.fromkeys([*axis.sizes(), *broken]):
+            for size in dict.fromkeys([*axis.sizes(), *broken, 2 * axis.size]):
                 if axis.upper is not None and size > 8 * axis.size + 4:  # too large to run
                     return f"it was traced for batches up to {axis.upper}"
                 if size > 8 * axis.size + 4:
                     return f"the model's code depends on it: with {size} samples, {broken[size]} is not true"
+                if size == 2 * axis.size and size not in broken and (axis.upper or max(tried, default=0) > axis.size):
+                    continue  # it is for models that don't accept odd sizes
                 wide_args, wide_kwargs = axis.resized((args, kwargs), size)
                 try:
                     exact = verifier.outputs("float", wide_args, wide_kwargs)
                 except Exception:  # the model doesn't accept this size, so the artefact doesn't have to
                     continue
-                tried += 1
-                reason = verifier.differs(exact, wide_args, wide_kwargs, baseline)
+                tried.add(size)
+                reason = verifier.differs(exact, wide_args, wide_kwargs)
                 if reason is not None:
                     return f"with {size} samples, {reason}"
             if not tried and axis is axes[0]:
@@ -213,14 +213,29 @@ def _opened(path: Path) -> Runtime | None:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Verifier:
-    model: nn.Module
-    program: Callable[..., Any]
-    real: Runtime | None
-    flat: bool = False
-    usual_db: float = 1000.0
-    """The agreement of program and model at the traced size."""
+    def __init__(
+        self,
+        model: nn.Module,
+        program: Callable[..., Any],
+        real: Runtime | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        flat: bool,
+    ) -> None:
+        self.model, self.program, self.real, self.flat = model, program, real, flat
+        self.call = args, kwargs
+
+    @cached_property
+    def usual_db(self) -> float:
+        """The agreement of program and model at the traced size, which matters only if another one is low."""
+        return _worst_db(self.outputs("float", *self.call), self.traced(*self.call))
+
+    @cached_property
+    def usual_error(self) -> float | None:
+        """The artefact's deviation at the traced size, which matters only if another one is high."""
+        return self.artefact_error(*self.call)
 
     def outputs(self, mode: QuantizationMode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[NDArray[Any]]:
         with self._in(mode), _same_randomness():
@@ -235,9 +250,7 @@ class _Verifier:
     def _in(self, mode: QuantizationMode) -> AbstractContextManager[None]:
         return nullcontext() if find_attachment(self.model) is None else in_mode(self.model, mode)
 
-    def differs(
-        self, exact: list[NDArray[Any]], args: tuple[Any, ...], kwargs: dict[str, Any], baseline: float | None
-    ) -> str | None:
+    def differs(self, exact: list[NDArray[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """A description of how the program or the artefact differs from the model for these inputs, or None."""
         try:
             traced = self.traced(args, kwargs)
@@ -247,15 +260,17 @@ class _Verifier:
             if ours.shape != theirs.shape:
                 return f"the exported program returns the shape {theirs.shape}, the model {ours.shape}"
         worst = _worst_db(exact, traced)
-        if worst < min(_EXACT_DB, self.usual_db - _SPREAD_DB):
+        if worst < _EXACT_DB and worst < self.usual_db - _SPREAD_DB:
             return f"the exported program returns different values than the model ({worst:.0f} dB)"
-        if baseline is None:  # ONNX Runtime isn't installed, or can't run the file
+        if self.real is None:  # ONNX Runtime isn't installed, or can't load the file
             return None
         try:
             deviation = self.artefact_error(args, kwargs, refuse=True)
         except BitwrightError as problem:
-            return problem.problems[0].what
-        if deviation is not None and deviation > max(_NO_WORSE * baseline, 10 ** (-1.5)):
+            return None if self.usual_error is None else problem.problems[0].what
+        if deviation is None or deviation <= _TOLERATED or self.usual_error is None:
+            return None
+        if deviation > _NO_WORSE * self.usual_error:
             return f"ONNX Runtime's deviation from the simulated model is {deviation:.2g} of the output"
         return None
 

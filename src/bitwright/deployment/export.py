@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +34,9 @@ from bitwright.deployment.decoder import (
     verify_decoder,
     write_generation_files,
 )
+from bitwright.deployment.direct_onnx import write_graph
 from bitwright.deployment.dynamic_axes import frozen_size
+from bitwright.deployment.graph_writer import Untranslated
 from bitwright.deployment.onnx_files import replacing_onnx, save_onnx, stored_bytes, text_digest, write_digests
 from bitwright.deployment.onnx_translation import fold_constants, to_float32, translations
 from bitwright.deployment.qdq import OPSET, Counts, Recorded, write_qdq
@@ -77,6 +80,8 @@ class Artefact:
     """The file with the quantization parameters, if the model file itself is float."""
     warnings: tuple[Problem, ...] = ()
     """Requests that the artefact doesn't fulfil. Each was also logged."""
+    notes: tuple[str, ...] = ()
+    """How the file was written, if that isn't the usual way: the operator for which torch.onnx was used."""
 
     def __repr__(self) -> str:
         """One line: the file and what it has."""
@@ -136,13 +141,15 @@ def export(
     args, kwargs = as_call(inputs)
     with replacing_onnx(path) as (temporary, data):
         write = partial(_export, model, temporary, data, args, kwargs, kind)
-        (exported, onnx_model, counts, text), noted = _verified(model, temporary, (args, kwargs), write, dynamic_batch)
+        (exported, onnx_model, counts, text, notes), noted = _verified(
+            model, temporary, (args, kwargs), write, dynamic_batch
+        )
         if sidecar is not None:
             write_text(sidecar.path(path), text)
     log_warnings(noted)
     beside = None if sidecar is None else sidecar.path(path)
     made = _described(path, onnx_model, counts, noted, dynamic_batch=bool(exported.axes))
-    return replace(made, kind=kind, sidecar=beside)
+    return replace(made, kind=kind, sidecar=beside, notes=notes)
 
 
 def is_folder(path: Path) -> bool:
@@ -222,13 +229,13 @@ def _export_decoder(model: nn.Module, folder: Path, *, tokenizer: Any, exact: bo
     with cached_forward(model) as sizes, replacing_onnx(path) as (temporary, data):
         call = decoder_example(model, sizes)
         traced = trace(model, (), call, dynamic_batch=True, sizes=dynamic_sizes)
-        onnx_model, noted = _decoder_model(traced.exported, model, call)
+        onnx_model, notes, noted = _decoder_model(traced.exported, model, call)
         counts, text = _write(onnx_model, attachment, traced.recorded, QDQ, None)
         _save(onnx_model, attachment, temporary, data, text, None)
         verify_decoder(model, sizes, temporary)
     log_warnings(noted)
     noted += write_generation_files(model, folder, sizes, tokenizer=tokenizer, exact=exact)
-    return _described(path, onnx_model, counts, noted, dynamic_batch=True)
+    return replace(_described(path, onnx_model, counts, noted, dynamic_batch=True), notes=notes)
 
 
 def _export(
@@ -239,16 +246,16 @@ def _export(
     kwargs: dict[str, Any],
     kind: str,
     dynamic_batch: bool,
-) -> tuple[Exported, ir.Model, Counts, str]:
-    """Trace the model and write one ONNX file (a large one also has a `data` file); the last result is the sidecar."""
+) -> tuple[Exported, ir.Model, Counts, str, tuple[str, ...]]:
+    """Trace the model and write one ONNX file (a large one also has a `data` file); then the sidecar and notes."""
     attachment, sidecar = attachment_of(model), _sidecar(kind)
     traced = trace(model, args, kwargs, dynamic_batch=dynamic_batch, codes=sidecar is None)
-    onnx_model = _translate(traced.program)
+    onnx_model, notes = translate(traced.program)
     noted = to_float32(onnx_model, model, (args, kwargs))
     counts, text = _write(onnx_model, attachment, traced.recorded, kind, sidecar)
     _save(onnx_model, attachment, path, data, text, sidecar)
     exported = replace(traced.exported, warnings=(*traced.exported.warnings, *noted))
-    return exported, onnx_model, counts, text
+    return exported, onnx_model, counts, text, notes
 
 
 def _save(model: ir.Model, attachment: Attachment, path: Path, data: str, text: str, sidecar: Sidecar | None) -> None:
@@ -357,7 +364,7 @@ def _export_float_decoder(model: nn.Module, folder: Path) -> Path:
         call = decoder_example(model, sizes)
         with eval_mode(model):
             exported = export_program(model, (), call, True, dynamic_sizes)
-        onnx_model, noted = _decoder_model(exported, model, call)
+        onnx_model, _, noted = _decoder_model(exported, model, call)
         _drop_inferable(onnx_model)
         save_onnx(onnx_model, temporary, data)
         verify_decoder(model, sizes, temporary)
@@ -366,16 +373,18 @@ def _export_float_decoder(model: nn.Module, folder: Path) -> Path:
     return path
 
 
-def _decoder_model(exported: Exported, model: nn.Module, call: Any) -> tuple[ir.Model, tuple[Problem, ...]]:
-    """The ONNX model of a decoder with its cache, and warnings."""
+def _decoder_model(
+    exported: Exported, model: nn.Module, call: Any
+) -> tuple[ir.Model, tuple[str, ...], tuple[Problem, ...]]:
+    """The ONNX model of a decoder with its cache, notes and warnings."""
     if not exported.axes:
         problem = exported.warnings[0]
         fix = "export it as a plain model, with export(model, path, inputs)"
         raise ExportError(problem.what, where=problem.where, fix=fix, code="fixed-batch")
-    onnx_model = _translate(exported.program)
+    onnx_model, notes = translate(exported.program)
     noted = to_float32(onnx_model, model, call)
     name_values(onnx_model)
-    return onnx_model, noted
+    return onnx_model, notes, noted
 
 
 def _export_float(
@@ -383,7 +392,7 @@ def _export_float(
 ) -> tuple[Exported]:
     with eval_mode(model):
         exported = export_program(model, args, kwargs, dynamic_batch)
-    onnx_model = _translate(exported.program)
+    onnx_model, _ = translate(exported.program)
     noted = to_float32(onnx_model, model, (args, kwargs))
     _drop_inferable(onnx_model)
     save_onnx(onnx_model, path, data)
@@ -415,7 +424,21 @@ def unexportable(model: nn.Module, artefact: str | None = None) -> list[Problem]
     ]
 
 
-def _translate(program: torch.export.ExportedProgram) -> ir.Model:
+def translate(program: torch.export.ExportedProgram) -> tuple[ir.Model, tuple[str, ...]]:
+    """The program as ONNX, written directly if all of its operators are known, and otherwise by torch.onnx.
+
+    The second result has a note about the operator that isn't known.
+    """
+    try:
+        return write_graph(program), ()
+    except Untranslated as reason:
+        note = f"torch.onnx translated the program, because of {reason}"
+        logging.getLogger(__name__).debug(note)
+    return translate_with_torch(program), (note,)
+
+
+def translate_with_torch(program: torch.export.ExportedProgram) -> ir.Model:
+    """The program as ONNX by torch.onnx, which knows more operators and takes longer."""
     # no_grad: with gradients, torch lowers attention with a learned mask to views with incompatible strides
     with torch.no_grad(), warnings.catch_warnings(), quiet("torch.onnx", "onnxscript", "onnx_ir"):
         warnings.simplefilter("ignore")

@@ -12,11 +12,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from logging import CRITICAL
 from types import CodeType
 from typing import Any
 
 import torch
+import torch.fx.config
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -76,6 +78,7 @@ def trace(
         under_export, usual = Route(), Route()
         with _marking(attachment), in_mode(model, "quantize"), routed(attachment, under_export):
             exported = export_program(model, args, kwargs, dynamic_batch, sizes)
+        args, kwargs = exported.args, exported.kwargs  # fewer samples, if their number is dynamic
         with routed(attachment, usual):
             recorded = _record(model, attachment, args, kwargs, _constant_sites(exported.program), codes=codes)
         if other := align(usual, under_export):  # the model takes another path under export: match the operators
@@ -137,6 +140,17 @@ def _marking(attachment: Attachment) -> Iterator[None]:
             holder.marking = False
 
 
+@contextlib.contextmanager
+def _without_stack_traces() -> Iterator[None]:
+    """Trace without recording the stack of each operator, which nobody reads and which takes a tenth of the time."""
+    config: Any = torch.fx.config
+    usual, config.do_not_emit_stack_traces = config.do_not_emit_stack_traces, True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = usual
+
+
 class _Held(io.StringIO):
     """Keeps what this thread prints. Other threads, such as that of a progress bar, print as before."""
 
@@ -178,6 +192,7 @@ def export_program(
     with (
         _tensors_only(bare(model), args, kwargs, flat) as (forward, feed),
         torch.no_grad(),
+        _without_stack_traces(),
         warnings.catch_warnings(),
         quiet("torch", level=CRITICAL),  # torch logs tens of lines before it raises what is reported below
         _stderr_on_success() as held,
@@ -185,11 +200,11 @@ def export_program(
         sizes = forward.__dict__["forward"].sizes
         warnings.simplefilter("ignore")  # torch's internal warnings; failures raise
         noted: tuple[Problem, ...] = ()
-        if dynamic_batch:
+        reason = ""
+        for samples in _numbers_of_samples(args, kwargs) if dynamic_batch else ():
             try:
-                # a batch of one would become a constant
                 # torch.export marks its inputs as dynamic, also if it fails: copies keep the marks from the second try
-                wide = map_tensors((_at_least_two(args), _at_least_two(kwargs)), Tensor.clone)
+                wide = map_tensors((args, kwargs), partial(_with_samples, samples))
                 wide_args, wide_kwargs = feed(*wide)
                 program = torch.export.export(
                     forward,
@@ -207,6 +222,7 @@ def export_program(
             except Exception as error:
                 held.forget()
                 reason = with_named_sizes(reason_of(error), sizes)
+        if dynamic_batch:
             noted = (fixed_batch(reason, batch_size((args, kwargs))),)
         try:
             feed_args, feed_kwargs = feed(args, kwargs)
@@ -227,10 +243,11 @@ def written_buffers(program: torch.export.ExportedProgram) -> tuple[Problem, ...
     """A warning if outputs depend on buffers that the forward pass changes, because an artefact has no state."""
     signature = program.graph_signature
     written = set(signature.buffers_to_mutate.values())
+    buffers = signature.inputs_to_buffers  # computed at each access
     names: dict[torch.fx.Node, set[str]] = {}
     read: set[str] = set()
     for node in program.graph.nodes:
-        buffer = signature.inputs_to_buffers.get(node.name) if node.op == "placeholder" else None
+        buffer = buffers.get(node.name) if node.op == "placeholder" else None
         if buffer is not None:
             names[node] = {buffer}
         elif node.op == "output":
@@ -242,7 +259,7 @@ def written_buffers(program: torch.export.ExportedProgram) -> tuple[Problem, ...
             if getattr(getattr(node.target, "_schema", None), "is_mutable", False) and node.args:
                 # until torch.onnx makes it functional, only the operator itself shows a write
                 target = node.args[0]
-                written |= {name for name in names.get(target, ()) if _is_view_of_buffer(target, signature)}
+                written |= {name for name in names.get(target, ()) if _is_view_of_buffer(target, buffers)}
     found = sorted(read & written)
     if not found:
         return ()
@@ -257,14 +274,14 @@ def written_buffers(program: torch.export.ExportedProgram) -> tuple[Problem, ...
     )
 
 
-def _is_view_of_buffer(node: Any, signature: Any) -> bool:
+def _is_view_of_buffer(node: Any, buffers: Mapping[str, str]) -> bool:
     """Whether a node is a buffer or a view of one."""
     while isinstance(node, torch.fx.Node) and node.op == "call_function":
         schema = getattr(node.target, "_schema", None)
         if schema is None or not node.args or not any(r.alias_info is not None for r in schema.returns):
             return False
         node = node.args[0]
-    return isinstance(node, torch.fx.Node) and node.name in signature.inputs_to_buffers
+    return isinstance(node, torch.fx.Node) and node.name in buffers
 
 
 class _TensorForward:
@@ -385,13 +402,20 @@ def fixed_batch(reason: str, size: int) -> Problem:
     )
 
 
-def _at_least_two(nest: Any) -> Any:
-    def widen(tensor: Tensor) -> Tensor:
-        if tensor.dim() and tensor.shape[0] == 1:
-            return tensor.repeat(2, *[1] * (tensor.dim() - 1))
-        return tensor
+def _numbers_of_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Batch sizes for tracing: two samples, whose verification is the fastest, then all; one would become a constant.
 
-    return map_tensors(nest, widen)
+    0 stands for all samples, and for inputs that may not have a batch axis in common.
+    """
+    sizes = {int(tensor.shape[0]) for _, tensor in tensors_in((args, kwargs)) if tensor.dim()}
+    return (2, 0) if len(sizes) == 1 and min(sizes) > 2 else (0,)
+
+
+def _with_samples(count: int, tensor: Tensor) -> Tensor:
+    """The first samples of a tensor, at least two; with 0, all of them."""
+    if tensor.dim() and tensor.shape[0] == 1:
+        return tensor.repeat(2, *[1] * (tensor.dim() - 1))
+    return tensor[:count].clone() if count and tensor.dim() else tensor.clone()
 
 
 def _dynamic(nest: Any) -> Any:
@@ -427,11 +451,13 @@ def _constant_sites(program: torch.export.ExportedProgram) -> set[str]:
     """Sites with values that don't depend on inputs or their sizes: weights, stored or computed."""
     signature = program.graph_signature
     mutable = set(signature.buffers_to_mutate.values())
+    # these properties of a signature are computed at each access
+    inputs, buffers = set(signature.user_inputs), signature.inputs_to_buffers
     moving: set[torch.fx.Node] = set()
     marked: dict[str, set[torch.fx.Node]] = {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            if node.name in signature.user_inputs or signature.inputs_to_buffers.get(node.name) in mutable:
+            if node.name in inputs or buffers.get(node.name) in mutable:
                 moving.add(node)
         elif any(source in moving for source in node.all_input_nodes):
             moving.add(node)

@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from bitwright.quantizers.attachment import Attachment
 
 
-@torch.library.custom_op("bitwright::site", mutates_args=())
+# Defined without `custom_op`, whose wrappers take most of the time in which torch.export traces a marker.
+_LIBRARY = torch.library.Library("bitwright", "FRAGMENT")
+_LIBRARY.define("site(Tensor x, str site) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.impl("site", lambda x, site: x.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("bitwright::site", lambda x, site: torch.empty_like(x), lib=_LIBRARY)
+
+
 def site_marker(x: Tensor, site: str) -> Tensor:
     """Mark `x` as the input of the quantizer of `site`."""
-    return x.clone()
-
-
-@site_marker.register_fake
-def _(x: Tensor, site: str) -> Tensor:
-    return torch.empty_like(x)
+    marked: Tensor = torch.ops.bitwright.site.default(x, site)
+    return marked
 
 
 @torch.library.custom_op("bitwright::snapshot", mutates_args=())

@@ -96,8 +96,10 @@ class FoldedCall:
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Run the operator with this weight and bias."""
-        self._put(1, "weight", weight.to(self.weight.dtype))
-        self._put(2, "bias", None if bias is None else bias.to(self.weight.dtype))
+        # a conversion to the same type would be an operator of exported programs
+        dtype = self.weight.dtype
+        self._put(1, "weight", weight if weight.dtype == dtype else weight.to(dtype))
+        self._put(2, "bias", bias if bias is None or bias.dtype == dtype else bias.to(dtype))
         return self.func(*self.args, **self.kwargs)
 
     def _put(self, index: int, name: str, value: Any) -> None:
@@ -226,7 +228,7 @@ def _same(x: Tensor, *, factor: Tensor | None = None) -> Tensor:
 
 def wide(x: Tensor) -> Tensor:
     """`x` in float32, or unchanged if it is float64."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def batch_statistics(norm: nn.Module, x: Tensor, *, sync: bool) -> tuple[Tensor, Tensor, Tensor | int]:
