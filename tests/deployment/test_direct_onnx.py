@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitwright import Runtime, open_runtime, quantize
+from bitwright import open_runtime, quantize
 from bitwright.core.tensor_tree import as_array, tensors_in
 from bitwright.deployment.direct_onnx import write_graph
 from bitwright.deployment.export import translate, translate_with_torch
 from bitwright.deployment.graph_writer import Untranslated
 from bitwright.deployment.onnx_files import save_onnx
+from bitwright.deployment.runtimes.base import Runtime
 from bitwright.deployment.torch_export import Exported, export_program
 
 Code = Callable[["Small", Tensor], Any]
