@@ -44,8 +44,8 @@ def workload() -> tuple[StepGraph, dict[str, dict[str, float]]]:
     torch.manual_seed(0)
     model = BertForSequenceClassification(BertConfig())
     batches = [({"input_ids": torch.randint(5, 30000, (count, LENGTH))}, torch.arange(count) % 2) for count in (2, 3)]
-    steps = [record_step(model, batch, loss, name="bert-base") for batch in batches]
-    graph = extrapolate(*steps, SAMPLES)
+    small, large = [record_step(model, batch, loss, name="bert-base") for batch in batches]
+    graph = extrapolate(small, large, SAMPLES)
     scores = score_operators(model, batches[:1], loss, indicator="weight-variance", formats=["fp16"]).values
     linears = {op.name for op in graph.ops if op.call.kind == "linear"}
     return graph, {name: {"fp16": own["fp16"]} for name, own in scores.items() if name in linears}

@@ -98,7 +98,7 @@ def torchao(model: nn.Module, samples: Samples) -> nn.Module:
     from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
 
     inside = {id(module) for module in layers(model).values()}
-    config = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(GROUP))
+    config = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(GROUP))  # type: ignore[attr-defined]
     quantize_(model, config, filter_fn=lambda module, _: id(module) in inside)
     return model
 

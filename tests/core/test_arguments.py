@@ -209,7 +209,6 @@ _BATCH = torch.randn(4, 8)
         ("backend", lambda: quantize(_Two(), [_BATCH], backend=3)),  # type: ignore[arg-type]
         ("observer", lambda: quantize(_Two(), [_BATCH], observer=3)),  # type: ignore[arg-type]
         ("steps", lambda: quantize(_Two(), [_BATCH], steps="gptq")),
-        ("steps", lambda: quantize(_Two(), [_BATCH], steps=None)),  # type: ignore[arg-type]
         ("seed", lambda: quantize(_Two(), [_BATCH], seed="a")),  # type: ignore[arg-type]
         ("memory", lambda: quantize(_Two(), [_BATCH], memory="a")),  # type: ignore[arg-type]
         ("plan", lambda: quantize(_Two(), [_BATCH], plan=3)),  # type: ignore[arg-type]

@@ -246,7 +246,9 @@ def test_check_finds_a_changed_digit_in_a_file_of_grids(backend: str, batches: l
     assert digits
 
 
-@pytest.mark.parametrize(("operator", "attribute"), [("Gemm", "transB"), ("Conv", "pads"), ("DequantizeLinear", "axis")])
+@pytest.mark.parametrize(
+    ("operator", "attribute"), [("Gemm", "transB"), ("Conv", "pads"), ("DequantizeLinear", "axis")]
+)
 def test_a_changed_attribute_is_found(
     operator: str, attribute: str, exported: tuple[bw.Quantized, Path], batches: list[Tensor], tmp_path: Path
 ) -> None:

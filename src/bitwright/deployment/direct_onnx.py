@@ -28,9 +28,8 @@ _SAME = {"detach", "detach_", "alias", "lift_fresh_copy"}  # results that are th
 
 def write_graph(program: torch.export.ExportedProgram) -> ir.Model:
     """The program as ONNX, with a node of the domain `bitwright` for each marker."""
-    import bitwright.deployment.aten_arithmetic
-    import bitwright.deployment.aten_layout
-    import bitwright.deployment.aten_networks  # noqa: F401  (they register their operators)
+    # They register their operators, and import this package.
+    from bitwright.deployment import aten_arithmetic, aten_layout, aten_networks  # noqa: F401
 
     writer = _ProgramWriter(program)
     with torch.no_grad():
