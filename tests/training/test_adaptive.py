@@ -287,7 +287,8 @@ def test_plans_keep_the_samples_of_a_step_for_any_number_of_ranks() -> None:
     assert sorted(three.batches) == [16, 17, 17]
     planner.replan([0.1, 0.2, 0.1], 0.001)
     state = json.loads(json.dumps(planner.state()))
-    assert state["slowdowns"][1] == pytest.approx(2 * state["slowdowns"][0], rel=0.05)
+    # the first rank may have one sample less than the second
+    assert state["slowdowns"][1] == pytest.approx(2 * state["slowdowns"][0], rel=0.1)
     _, two = _begun(["a", "a"], "a", samples=50, state=state)
     assert two.sections == ("a-0", "a-1")
     assert two.batches[0] > 1.5 * two.batches[1]  # the second was slow before
