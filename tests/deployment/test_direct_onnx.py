@@ -203,3 +203,11 @@ def test_the_operator_that_needed_torch_onnx_is_noted(tmp_path: Path, caplog: py
     assert len(other.notes) == 1
     assert "aten.sort" in other.notes[0]
     assert other.notes[0] in caplog.messages
+
+
+def test_dropout_in_place_is_written_directly(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5, inplace=True), nn.Linear(8, 4)).eval()
+    quantized = quantize(model, [torch.randn(4, 8) for _ in range(3)])
+    artefact = quantized.export(tmp_path / "model.onnx")
+    assert not artefact.notes
+    assert quantized.check(artefact.path, [torch.randn(4, 8)]).passed

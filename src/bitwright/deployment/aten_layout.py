@@ -24,10 +24,11 @@ def _same(w: NodeWriter, x: fx.Node, memory_format: Any = None) -> Any:
 
 
 @register("dropout", "feature_dropout", "alpha_dropout")
-def _dropout(w: NodeWriter, input: fx.Node, p: float, train: bool) -> Any:
+def _dropout(w: NodeWriter, p: float, train: bool, **source: fx.Node) -> Any:
     if train and p:
         w.refuse("in training mode")
-    return w.value(input)
+    (x,) = source.values()  # `input`, or `x` in place
+    return w.value(x)
 
 
 @register("to", "_to_copy", "type_as", "float", "half", "double", "bfloat16")

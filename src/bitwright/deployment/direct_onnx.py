@@ -7,6 +7,7 @@ with another operator, `Untranslated` is raised, and the caller uses torch.onnx.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from typing import Any, cast
 
@@ -229,7 +230,12 @@ class _ProgramWriter(NodeWriter):
             emitter = emitter_of(node.target)
             if emitter is None:
                 self.refuse()
-            made = emitter(self, **_arguments(node))
+            arguments = _arguments(node)
+            try:
+                inspect.signature(emitter).bind(self, **arguments)
+            except TypeError:  # an overload with other arguments
+                self.refuse()
+            made = emitter(self, **arguments)
         if isinstance(found, Tensor):
             self._describe(node.name, made, found)
         else:
