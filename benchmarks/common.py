@@ -26,6 +26,12 @@ RESULTS = Path(__file__).parent / "results"
 _PATIENCE = 10  # seconds that processes have to end by themselves: torchrun ends its workers then
 
 
+def _without_folder(argument: str) -> str:
+    """An absolute path as its last part: results name no folders of the machine that made them."""
+    path = Path(argument)
+    return path.name if path.is_absolute() else argument
+
+
 def environment(**more: Any) -> dict[str, Any]:
     """Versions, machine, seed, and a hash of the command that was really run."""
     command = [Path(sys.argv[0]).name, *sys.argv[1:]]
@@ -40,7 +46,7 @@ def environment(**more: Any) -> dict[str, Any]:
         **{name: os.environ[name] for name in ("ONEDNN_MAX_CPU_ISA",) if name in os.environ},
         "threads": torch.get_num_threads(),
         "seed": torch.initial_seed(),
-        "command": " ".join(command),
+        "command": " ".join(_without_folder(part) for part in command),
         "config_hash": hashlib.sha256(json.dumps([command, more], sort_keys=True).encode()).hexdigest()[:16],
         **more,
     }
